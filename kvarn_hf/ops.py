@@ -1,0 +1,174 @@
+"""Runs each operation where its tensors live: Triton kernels on GPUs that can, plain torch everywhere else.
+
+The only module that imports :mod:`kvarn_kernels`, and only when a tensor is on a GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvarn_hf.config import KVarNConfig
+from kvarn_hf.reference import quantize as reference
+from kvarn_hf.reference.quantize import Packed
+
+if TYPE_CHECKING:
+    from kvarn_hf.state import LayerState
+    from kvarn_hf.tiles import PackedTiles
+
+# The torch path works on this many elements at a time, so that its temporaries stay in a CPU's cache or small on a GPU.
+_CHUNK_ELEMENTS = 1 << 21
+_OLDEST_CAPABILITY = (8, 0)
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Whether tensors on this device go to the Triton kernels. Elsewhere torch does the same work, with one warning on GPUs."""
+    return device.type == "cuda" and _kernels_run_on(device.index or 0)
+
+
+def key_prescale(window: torch.Tensor) -> torch.Tensor:
+    """See :func:`kvarn_hf.reference.quantize.key_prescale`."""
+    return reference.key_prescale(window)
+
+
+def quantize(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    prescale: torch.Tensor | None,
+    tiles: PackedTiles,
+    config: KVarNConfig,
+    position: int,
+    first: torch.Tensor | None,
+) -> None:
+    """Quantize whole tiles into the free slots behind ``tiles.count``.
+
+    Parameters
+    ----------
+    keys, values : torch.Tensor
+        ``[batch, heads, n * tile_size, head_dim]``, any strides.
+    prescale : torch.Tensor, optional
+        ``[batch, heads, key_dim]``, float16.
+    tiles : PackedTiles
+        With room for n more.
+    config : KVarNConfig
+    position : int
+        Position of the first token given.
+    first : torch.Tensor, optional
+        ``[batch]``, int64: each row's first position that is read from its tiles. Earlier tokens are kept elsewhere, and in a
+        tile that begins before it the later tokens take their place, over and over, so that they shape no scale.
+    """
+    if uses_kernels(keys.device):
+        from kvarn_kernels import quantize_tiles
+
+        quantize_tiles(
+            keys,
+            values,
+            prescale,
+            first,
+            tiles.keys,
+            tiles.values,
+            slot=tiles.count,
+            position=position,
+            key_bits=config.key_bits,
+            value_bits=config.value_bits,
+            method=config.method,
+            iterations=config.iterations,
+        )
+        return
+    size = config.tile_size
+    if first is not None:
+        keys, values = (_repeat_counted(x, first - position, size) for x in (keys, values))
+    keys, values = keys.unflatten(2, (-1, size)), values.unflatten(2, (-1, size))
+    if prescale is not None:
+        prescale = prescale.unsqueeze(2)
+    for part in _chunks(keys.shape[2], keys[:, :, 0]):
+        out = slice(tiles.count + part.start, tiles.count + part.stop)
+        _store(tiles.keys, out, reference.quantize_keys(keys[:, :, part], prescale, config))
+        _store(tiles.values, out, reference.quantize_values(values[:, :, part], config))
+
+
+def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values of a layer, ``[batch, heads, length, head_dim]`` in the model's dtype: packed tiles dequantized, the rest
+    as it was given."""
+    if state.count == 0:
+        return state.dense.keys, state.dense.values
+    config, tiles, padding = state.config, state.tiles, state.padding
+    sink = config.sink_length
+    if uses_kernels(state.dense.keys.device):
+        from kvarn_kernels import dequantize_tiles
+
+        return dequantize_tiles(
+            tiles.keys,
+            tiles.values,
+            state.prescale,
+            tiles.rows,
+            state.dense.keys,
+            state.dense.values,
+            None if padding is None else (padding.length, padding.key, padding.value),
+            count=tiles.count,
+            sink_length=sink,
+            key_bits=config.key_bits,
+            value_bits=config.value_bits,
+            rotated=config.method != "rtn",
+        )
+    packed_keys, packed_values = tiles.filled()
+    prescale = None if state.prescale is None else state.prescale.unsqueeze(2)
+
+    def assemble(tokens: torch.Tensor, packed: Packed, dequantize) -> torch.Tensor:
+        out = tokens.new_empty(*tokens.shape[:2], state.length, tokens.shape[3])
+        out[:, :, :sink] = tokens[:, :, :sink]
+        out[:, :, state.tail_start :] = tokens[:, :, sink:]
+        body = out[:, :, sink : state.tail_start].unflatten(2, (-1, config.tile_size))
+        for part in _chunks(tiles.count, body[:, :, 0]):
+            body[:, :, part] = dequantize(Packed(*(t[:, :, part] for t in packed)))
+        return out
+
+    keys = assemble(state.dense.keys, packed_keys, lambda p: reference.dequantize_keys(p, prescale, config))
+    values = assemble(state.dense.values, packed_values, lambda p: reference.dequantize_values(p, config))
+    # Reading the flag back would stall a GPU; on a CPU it saves a pass over everything.
+    if padding is not None and (keys.device.type != "cpu" or bool((padding.run > 1).any())):
+        keys = padding.restored(keys, state.dense.keys[:, :, :sink], padding.key, state.tail_start)
+        values = padding.restored(values, state.dense.values[:, :, :sink], padding.value, state.tail_start)
+    return keys, values
+
+
+def _repeat_counted(x: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
+    """In every tile, replace the tokens before ``first`` (``[batch]``, relative to ``x``) by the later ones, periodically."""
+    start = torch.arange(0, x.shape[2], size, device=x.device)
+    skip = (first[:, None] - start).clamp(0, size)[..., None]  # [batch, tile, 1]
+    skip = torch.where(skip == size, 0, skip)  # nothing in this tile counts: take it as it is
+    token = torch.arange(size, device=x.device)
+    source = start[:, None] + skip + (token - skip) % (size - skip)
+    return x.gather(2, source.flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _chunks(count: int, tile: torch.Tensor) -> list[slice]:
+    step = max(1, _CHUNK_ELEMENTS // max(1, tile.numel()))
+    return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+
+
+def _store(arena: Packed, where: slice, tiles: Packed) -> None:
+    for target, source in zip(arena, tiles, strict=True):
+        target[:, :, where] = source
+
+
+@cache
+def _kernels_run_on(index: int) -> bool:
+    reason = None
+    if torch.version.hip is not None:
+        reason = "the kernels are tested on NVIDIA GPUs only"
+    elif torch.cuda.get_device_capability(index) < _OLDEST_CAPABILITY:
+        reason = "the kernels need compute capability 8.0 or newer, this GPU has {}.{}".format(
+            *torch.cuda.get_device_capability(index)
+        )
+    else:
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            reason = "Triton is not installed"
+    if reason is not None:
+        warnings.warn(f"KVarN quantizes with plain torch on cuda:{index}, more slowly: {reason}.", stacklevel=2)
+    return reason is None

@@ -1,0 +1,1 @@
+"""The method in plain torch: it defines what is right, and it is the path taken on CPUs."""
