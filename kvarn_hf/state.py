@@ -95,7 +95,9 @@ class LayerState:
     @classmethod
     def empty(cls, config: KVarNConfig, keys: torch.Tensor, values: torch.Tensor) -> LayerState:
         """No tokens yet, for keys and values like the ones given."""
-        return cls(config, DenseTokens(keys.detach()[:, :, :0], values.detach()[:, :, :0], 0))
+        # Fresh storage: a view of the first prompt would keep all of it alive.
+        nothing = [x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (keys, values)]
+        return cls(config, DenseTokens(*nothing, 0))
 
     @property
     def count(self) -> int:

@@ -1,0 +1,264 @@
+"""The cache that is passed to ``generate()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from kvarn_hf import serialization
+from kvarn_hf.config import KVarNConfig
+from kvarn_hf.layer import KVarNLayer
+
+
+class KVarNCache(DynamicCache):
+    """A KV cache four to five times smaller, for any decoder::
+
+        model.generate(**inputs, past_key_values=KVarNCache())
+
+    Parameters
+    ----------
+    config : PreTrainedConfig, optional
+        The model's config. With it, only full-attention layers are quantized and sliding-window, chunked and
+        linear-attention layers are stored as Transformers stores them. Without it, every layer is taken for full attention, which
+        is right for most decoders and wrong for those with linear attention.
+    kvarn : str or KVarNConfig
+        A preset name such as ``kvarn_k4v2_g128`` (the default), or settings.
+    skip_layers : iterable of int
+        Layers that stay dense. Negative ones count from the end (needs ``config``).
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of range; the message names it, its value and what is allowed.
+
+    Notes
+    -----
+    KVarN: arXiv:2606.03458. The stored state is a function of the tokens alone: one prefill, chunks or single tokens give the
+    same codes, scales and bytes. A tile is quantized once, from the original values.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        kvarn: str | KVarNConfig = "kvarn_k4v2_g128",
+        *,
+        skip_layers: Iterable[int] = (),
+    ) -> None:
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise ValueError(f"config must be a model's config (pass settings as kvarn=...), got {config!r}")
+        self.kvarn = kvarn if isinstance(kvarn, KVarNConfig) else KVarNConfig.from_preset(kvarn)
+        self._latent_dims: tuple[int, int] | None = None
+        layers = None
+        if config is not None:
+            decoder = config.get_text_config(decoder=True)
+            rank, rotary = getattr(decoder, "kv_lora_rank", None), getattr(decoder, "qk_rope_head_dim", None)
+            self._latent_dims = (rank, rotary) if rank and rotary else None
+            layers = DynamicCache(config=config).layers
+        self.skip_layers = _skipped(skip_layers, None if layers is None else len(layers))
+        if layers is None:
+            Cache.__init__(self, layer_class_to_replicate=KVarNLayer)
+        else:
+            replaced = (
+                self._new_layer() if type(layer) is DynamicLayer and i not in self.skip_layers else layer
+                for i, layer in enumerate(layers)
+            )
+            Cache.__init__(self, layers=list(replaced))
+        # What the layers updated so far in this forward pass held before it; see update().
+        self._before: list[tuple[int, Any]] = []
+        self._last_layer = -1
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens to layer ``layer_idx`` and return all its keys and values; see :meth:`KVarNLayer.update`.
+
+        If it fails (out of memory, an interrupt, bad input), the layers already updated in the same forward pass are taken back too:
+        the cache holds the tokens it held, in every layer, and can be used.
+        """
+        grown = layer_idx >= len(self.layers)
+        while len(self.layers) <= layer_idx:
+            new = DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer()
+            self.layers.append(new)
+        if self._before and layer_idx <= self._before[-1][0]:
+            self._before.clear()  # a new forward pass
+        layer = self.layers[layer_idx]
+        self._before.append((layer_idx, _remember(layer)))
+        try:
+            states = layer.update(key_states, value_states, *args, **kwargs)
+        except BaseException:
+            for index, held in self._before:
+                _restore(self.layers[index], held)
+            self._before.clear()
+            raise
+        self._last_layer = max(self._last_layer, layer_idx)
+        if layer_idx == self._last_layer and not grown:
+            self._before.clear()
+        return states
+
+    def memory_footprint(self) -> int:
+        """Bytes of all storage the cache keeps alive, in every layer, unused capacity included."""
+        return sum(_layer_bytes(layer) for layer in self.layers)
+
+    def report(self) -> dict[str, Any]:
+        """Tokens, layers, regions and bytes, as plain values."""
+        quantized = [layer for layer in self.layers if isinstance(layer, KVarNLayer)]
+        state = next((layer.state for layer in quantized if layer.state is not None), None)
+        count = 0 if state is None else state.count
+        length = 0 if state is None else state.length
+        sink = min(length, self.kvarn.sink_length)
+        dense = sum(layer.dense_bytes() if isinstance(layer, KVarNLayer) else _layer_bytes(layer) for layer in self.layers)
+        held = self.memory_footprint()
+        return {
+            "preset": self.kvarn.name,
+            "layers": len(self.layers),
+            "quantized_layers": len(quantized),
+            "tokens": length,
+            "sink_tokens": sink,
+            "packed_tokens": count * self.kvarn.tile_size,
+            "tail_tokens": length - sink - count * self.kvarn.tile_size,
+            "tiles": count,
+            "bytes": held,
+            "dense_bytes": dense,
+            "ratio": dense / held if held else 1.0,
+        }
+
+    def __repr__(self) -> str:
+        r = self.report()
+        return (
+            f"{type(self).__name__}({r['preset']}, {r['quantized_layers']} of {r['layers']} layers quantized, "
+            f"{r['tokens']} tokens = {r['sink_tokens']} sink + {r['packed_tokens']} packed + {r['tail_tokens']} tail, "
+            f"{r['bytes'] / 2**20:.2f} MiB, {r['ratio']:.2f}x smaller than dense)"
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens from every layer, or from none.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Zero or negative: how many to remove. Positive: the length to keep.
+
+        Raises
+        ------
+        ValueError
+            If the cut would go through a packed tile; the message names the lengths that are allowed. Removing up to
+            ``residual_length`` tokens always works and is bit-exact.
+        """
+        if tokens_to_remove > 0:
+            length = self.get_seq_length()
+            if tokens_to_remove >= length:
+                return
+            tokens_to_remove -= length
+        cropped = {i: layer.cropped(tokens_to_remove) for i, layer in enumerate(self.layers) if isinstance(layer, KVarNLayer)}
+        for i, layer in enumerate(self.layers):
+            if i not in cropped:
+                layer.crop(tokens_to_remove)
+        for i, state in cropped.items():
+            self.layers[i].state = state
+
+    def reset(self) -> None:
+        """Forget everything; the cache is as new."""
+        for layer in self.layers:
+            if type(layer) is DynamicLayer:  # zeroed rather than emptied by transformers 5.17
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+            else:
+                layer.reset()
+        self._before.clear()
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to one safetensors file: packed tiles as they are, plus a header.
+
+        Raises
+        ------
+        ValueError
+            If a layer is of a kind that cannot be saved (linear attention).
+        """
+        serialization.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> KVarNCache:
+        """Read a cache that :meth:`save` wrote; on the device it was saved from, generation continues bit-equal.
+
+        Raises
+        ------
+        ValueError
+            If the file is not one of this cache's.
+        """
+        return serialization.load(cls, path, device)
+
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        """As in Transformers, for models with linear attention."""
+        self._require_config()
+        return super().has_previous_state(layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in Transformers, for models with linear attention."""
+        self._require_config()
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in Transformers, for models with linear attention."""
+        self._require_config()
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _new_layer(self) -> KVarNLayer:
+        return KVarNLayer(self.kvarn, self._latent_dims)
+
+    def _require_config(self) -> None:
+        if self.layer_class_to_replicate is not None:
+            raise ValueError(
+                "This model has linear-attention layers, which a cache can only see in its config: "
+                "build it with KVarNCache(config=model.config)."
+            )
+
+
+def _skipped(skip_layers: Iterable[int], count: int | None) -> frozenset[int]:
+    indices = list(skip_layers)
+    for i in indices:
+        if type(i) is not int or (i < 0 if count is None else not -count <= i < count):
+            allowed = "integers >= 0 when no config is given" if count is None else f"integers from {-count} to {count - 1}"
+            raise ValueError(f"skip_layers must hold {allowed}, got {i!r}")
+    return frozenset(i % count if count else i for i in indices)
+
+
+def _layer_bytes(layer: Any) -> int:
+    if isinstance(layer, KVarNLayer):
+        return layer.memory_footprint()
+    tensors: list[torch.Tensor] = []
+    pending = list(vars(layer).values())
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            pending.extend(item)
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
+
+
+def _remember(layer: CacheLayerMixin) -> Any:
+    """What :func:`_restore` needs to undo one update, without keeping the memory that the update frees."""
+    if isinstance(layer, KVarNLayer):
+        return layer.remember()
+    if type(layer) is DynamicLayer:
+        return layer.get_seq_length()
+    return vars(layer).copy()
+
+
+def _restore(layer: CacheLayerMixin, held: Any) -> None:
+    if isinstance(layer, KVarNLayer):
+        layer.restore(held)
+    elif type(layer) is DynamicLayer:
+        if held < layer.get_seq_length():
+            layer.crop(held - layer.get_seq_length())
+    else:
+        vars(layer).update(held)

@@ -1,0 +1,122 @@
+"""A cache as one safetensors file: every layer's tensors under ``layers.<i>.<name>``, everything else in the header."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvarn_hf.config import KVarNConfig
+from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.padding import LeftPadding
+from kvarn_hf.reference.quantize import Packed
+from kvarn_hf.state import DenseTokens, LayerState
+from kvarn_hf.tiles import PackedTiles
+
+if TYPE_CHECKING:
+    from kvarn_hf.cache import KVarNCache
+
+_FORMAT = "kvarn_hf cache 1"
+
+
+def save(cache: KVarNCache, path: str | Path) -> None:
+    """See :meth:`KVarNCache.save`."""
+    tensors: dict[str, torch.Tensor] = {}
+    layers: list[dict[str, Any]] = []
+    for index, layer in enumerate(cache.layers):
+        entry, parts = _layer_parts(layer)
+        layers.append(entry)
+        tensors.update({f"layers.{index}.{name}": t.contiguous() for name, t in parts.items()})
+    header = {
+        "layers": layers,
+        "kvarn": cache.kvarn.to_dict(),
+        "skip_layers": sorted(cache.skip_layers),
+        "latent_dims": cache._latent_dims,
+        "from_config": cache.layer_class_to_replicate is None,
+    }
+    save_file(tensors, path, metadata={"format": _FORMAT, "cache": json.dumps(header)})
+
+
+def load(cls: type[KVarNCache], path: str | Path, device: torch.device | str) -> KVarNCache:
+    """See :meth:`KVarNCache.load`."""
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"path must be a file written by KVarNCache.save, got {str(path)!r}")
+        header = json.loads(metadata["cache"])
+        parts: list[dict[str, torch.Tensor]] = [{} for _ in header["layers"]]
+        for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+            _, index, name = key.split(".", 2)
+            parts[int(index)][name] = file.get_tensor(key)
+    cache = cls(kvarn=KVarNConfig(**header["kvarn"]), skip_layers=header["skip_layers"])
+    cache._latent_dims = tuple(header["latent_dims"]) if header["latent_dims"] else None
+    cache.layers = [_layer_from(entry, part) for entry, part in zip(header["layers"], parts, strict=True)]
+    if header["from_config"]:
+        cache.layer_class_to_replicate = None
+    return cache
+
+
+def _layer_parts(layer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    if isinstance(layer, KVarNLayer):
+        entry = {"kind": "kvarn", "config": layer.config.to_dict(), "latent_dims": layer.latent_dims}
+        if layer.state is None:
+            return entry, {}
+        state = layer.state.compacted()
+        entry |= {"state_config": state.config.to_dict(), "count": state.count}
+        parts = {"dense_keys": state.dense.keys, "dense_values": state.dense.values}
+        if state.count:
+            for side, packed in zip(("keys", "values"), state.tiles.filled(), strict=True):
+                parts |= {f"{side}.{name}": t for name, t in packed._asdict().items()}
+        if state.prescale is not None:
+            parts["prescale"] = state.prescale
+        if state.padding is not None:
+            entry["scanned"] = state.padding.scanned
+            parts |= {"padding.run": state.padding.run, "padding.key": state.padding.key, "padding.value": state.padding.value}
+        return entry, parts
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        sliding = type(layer) is DynamicSlidingWindowLayer
+        entry = {"kind": "sliding" if sliding else "dense"}
+        if sliding:
+            entry |= {"sliding_window": layer.sliding_window, "cumulative_length": layer.cumulative_length}
+        return entry, {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+    raise ValueError(f"save() supports full-attention and sliding-window layers, got a {type(layer).__name__}")
+
+
+def _layer_from(entry: dict[str, Any], parts: dict[str, torch.Tensor]) -> Any:
+    if entry["kind"] == "kvarn":
+        latent_dims = tuple(entry["latent_dims"]) if entry["latent_dims"] else None
+        layer = KVarNLayer(KVarNConfig(**entry["config"]), latent_dims)
+        if parts:
+            dense = DenseTokens.copied(parts["dense_keys"], parts["dense_values"])
+            layer.lazy_initialization(dense.keys, dense.values)
+            layer.state = LayerState(
+                KVarNConfig(**entry["state_config"]),
+                dense,
+                _tiles_from(layer.state.config, entry["count"], parts, dense) if entry["count"] else None,
+                parts.get("prescale"),
+                LeftPadding(parts["padding.run"], entry["scanned"], parts["padding.key"], parts["padding.value"])
+                if "padding.run" in parts
+                else None,
+            )
+        return layer
+    layer = DynamicLayer() if entry["kind"] == "dense" else DynamicSlidingWindowLayer(entry["sliding_window"])
+    if parts:
+        layer.lazy_initialization(parts["keys"], parts["values"])
+        layer.keys, layer.values = parts["keys"], parts["values"]
+        if entry["kind"] == "sliding":
+            layer.cumulative_length = entry["cumulative_length"]
+    return layer
+
+
+def _tiles_from(config: KVarNConfig, count: int, parts: dict[str, torch.Tensor], dense: DenseTokens) -> PackedTiles:
+    batch, heads, _, key_dim = dense.keys.shape
+    tiles = PackedTiles.allocate(batch, heads, key_dim, dense.values.shape[3], config, count, dense.keys.device)
+    for side, arena in (("keys", tiles.keys), ("values", tiles.values)):
+        for name in Packed._fields:
+            getattr(arena, name)[:, :, :count] = parts[f"{side}.{name}"]
+    return tiles.truncated(count)
