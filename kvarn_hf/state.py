@@ -23,7 +23,7 @@ _GRANULE = 32
 
 @dataclass(frozen=True)
 class DenseTokens:
-    """Keys and values of the dense tokens: buffers ``[batch, heads, capacity, head_dim]`` of which ``length`` are in use."""
+    """Keys and values of the dense tokens: buffers ``[batch, heads, capacity, head_dim]``, ``length`` of it in use."""
 
     key_buffer: torch.Tensor
     value_buffer: torch.Tensor
@@ -186,7 +186,10 @@ class LayerState:
             return self._shortened(length, replace(dense, length=head + length - self.tail_start), self.tiles)
         if length <= sink:
             if self.padding is not None:
-                keys, values = ops.dense(self._shortened(sink, replace(dense, length=sink), self.tiles.truncated(0)))
+                # The rows' sinks begin behind their padding: put both back where they belong.
+                keys, values = dense.keys[:, :, :sink], dense.values[:, :, :sink]
+                keys = self.padding.restored(keys, keys, self.padding.key, sink)
+                values = self.padding.restored(values, values, self.padding.value, sink)
                 dense = DenseTokens.copied(keys, values)
             state = self._shortened(length, replace(dense, length=length), None)
             return replace(state, prescale=None, padding=None)
@@ -243,12 +246,15 @@ class LayerState:
         sink, size = config.sink_length, config.tile_size
         if first is None:
             return ops.key_prescale(self.dense.keys[:, :, sink : sink + size]) if self.count == 0 else self.prescale
-        # Each row's own first tile begins behind its own sinks, wherever its padding ended.
+        # Each row's own first tile begins behind its own sinks, wherever its padding ended. It is cut where the tail
+        # may end when the row's first tokens are packed: the factors must not depend on how many tokens came at once.
         start = sink + self.count * size
-        span = (self.length - first).clamp(1, size)[:, None]
+        ahead = size - (first - start) % size + config.residual_length
+        span = ahead.clamp_max(size)[:, None]
         position = first[:, None] + torch.arange(size, device=first.device) % span
         index = (position - start + sink).clamp(0, self.dense.length - 1)
-        window = self.dense.keys.gather(2, index[:, None, :, None].expand(-1, self.dense.keys.shape[1], -1, self.dense.keys.shape[3]))
+        keys = self.dense.keys
+        window = keys.gather(2, index[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
         fresh = ops.key_prescale(window)
         known = torch.ones_like(fresh) if self.prescale is None else self.prescale
         begins_here = (first >= start) & (first < end)
