@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from kvarn_hf import serialization
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
+
+
+_LAZY_ATTENTION = ("sdpa", "kvarn")
 
 
 class KVarNCache(DynamicCache):
@@ -30,6 +35,9 @@ class KVarNCache(DynamicCache):
         A preset name such as ``kvarn_k4v2_g128`` (the default), or settings.
     skip_layers : iterable of int
         Layers that stay dense. Negative ones count from the end (needs ``config``).
+    fused : bool
+        Let decode steps read packed tiles directly where the model's attention allows it ("sdpa" and "kvarn"). False: always
+        dequantize.
 
     Raises
     ------
@@ -48,10 +56,12 @@ class KVarNCache(DynamicCache):
         kvarn: str | KVarNConfig = "kvarn_k4v2_g128",
         *,
         skip_layers: Iterable[int] = (),
+        fused: bool = True,
     ) -> None:
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise ValueError(f"config must be a model's config (pass settings as kvarn=...), got {config!r}")
         self.kvarn = kvarn if isinstance(kvarn, KVarNConfig) else KVarNConfig.from_preset(kvarn)
+        self.fused = fused
         self._latent_dims: tuple[int, int] | None = None
         layers = None
         if config is not None:
@@ -88,6 +98,8 @@ class KVarNCache(DynamicCache):
             self._before.clear()  # a new forward pass
         layer = self.layers[layer_idx]
         self._before.append((layer_idx, _remember(layer)))
+        if isinstance(layer, KVarNLayer):
+            kwargs["lazy"] = self.fused and not torch.compiler.is_compiling() and _caller_can_read_lazily(sys._getframe(1))
         try:
             states = layer.update(key_states, value_states, *args, **kwargs)
         except BaseException:
@@ -125,6 +137,7 @@ class KVarNCache(DynamicCache):
             "bytes": held,
             "dense_bytes": dense,
             "ratio": dense / held if held else 1.0,
+            "reads": {kind: sum(layer.reads[kind] for layer in quantized) for kind in ("fused", "dequantized")},
         }
 
     def __repr__(self) -> str:
@@ -227,6 +240,16 @@ def _skipped(skip_layers: Iterable[int], count: int | None) -> frozenset[int]:
             allowed = "integers >= 0 when no config is given" if count is None else f"integers from {-count} to {count - 1}"
             raise ValueError(f"skip_layers must hold {allowed}, got {i!r}")
     return frozenset(i % count if count else i for i in indices)
+
+
+def _caller_can_read_lazily(caller: FrameType) -> bool:
+    """Whether the module that calls ``update()`` hands keys to an attention that knows, or at least touches, lazy tensors.
+
+    A cache is told nothing about the model it serves, and one attention implementation (flex) compiles code around the tensors it gets. The
+    module's own config is the only place that says which one it will call.
+    """
+    config = getattr(caller.f_locals.get("self"), "config", None)
+    return getattr(config, "_attn_implementation", None) in _LAZY_ATTENTION
 
 
 def _layer_bytes(layer: Any) -> int:

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
+from kvarn_hf.lazy import LazyStates, Reading
 from kvarn_hf.state import LayerState
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,6 +37,8 @@ class KVarNLayer(DynamicLayer):
         self.config = config
         self.latent_dims = latent_dims
         self.state: LayerState | None = None
+        # How attention read the packed tiles, so far.
+        self.reads = {"fused": 0, "dequantized": 0}
         super().__init__()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -49,7 +52,7 @@ class KVarNLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, lazy: bool = False, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens, pack the tiles that are full, and return all keys and values for attention.
 
@@ -60,6 +63,8 @@ class KVarNLayer(DynamicLayer):
         key_states, value_states : torch.Tensor
             ``[batch, num_kv_heads, new_tokens, head_dim]``, float16, bfloat16 or float32; keys after the rotary embedding.
             The two head_dims may differ.
+        lazy : bool
+            Return tensors that are dequantized only when touched (see :mod:`kvarn_hf.lazy`), where attention can do without.
 
         Returns
         -------
@@ -81,7 +86,13 @@ class KVarNLayer(DynamicLayer):
             _check_finite(key_states, value_states)
         first = self.state.length == 0
         state = self.state.appended(key_states, value_states)
-        read = (key_states, value_states) if first else ops.dense(state)
+        if first:
+            read = key_states, value_states
+        elif lazy and ops.can_attend(state, key_states.shape[2]):
+            read = LazyStates.pair(Reading(state, self.reads))
+        else:
+            read = ops.dense(state)
+            self.reads["dequantized"] += state.count > 0
         self.state = state.committed()
         return read
 
@@ -139,6 +150,7 @@ class KVarNLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget everything."""
         self.state = None
+        self.reads = {"fused": 0, "dequantized": 0}
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvarn_hf.config import KVarNConfig
+from kvarn_hf.reference import folded_attention
 from kvarn_hf.reference import quantize as reference
 from kvarn_hf.reference.quantize import Packed
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 # The torch path works on this many elements at a time, so that its temporaries stay in a CPU's cache or small on a GPU.
 _CHUNK_ELEMENTS = 1 << 21
 _OLDEST_CAPABILITY = (8, 0)
+
+# More query tokens than this are a prefill, which has enough arithmetic to pay for dequantizing.
+MOST_QUERY_TOKENS = 16
 
 
 def uses_kernels(device: torch.device) -> bool:
@@ -133,6 +137,70 @@ def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
         keys = padding.restored(keys, state.dense.keys[:, :, :sink], padding.key, state.tail_start)
         values = padding.restored(values, state.dense.values[:, :, :sink], padding.value, state.tail_start)
     return keys, values
+
+
+def attend(
+    state: LayerState,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Attention of a few new tokens over everything a layer holds, reading packed tiles directly.
+
+    Parameters
+    ----------
+    state : LayerState
+    query : torch.Tensor
+        ``[batch, query_heads, tokens, key_dim]``, tokens <= :data:`MOST_QUERY_TOKENS`.
+    mask : torch.Tensor, optional
+        ``[batch or 1, query_heads or 1, tokens or 1, length]``, boolean (True: attend) or additive. None: everything is attended.
+    scaling : float, optional
+        Factor of the scores; None for ``key_dim ** -0.5``.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``.
+    sinks : torch.Tensor, optional
+        ``[query_heads]``: a logit per head without a value.
+
+    Returns
+    -------
+    torch.Tensor, optional
+        ``[batch, tokens, query_heads, value_dim]``; None where only the dense path can do it.
+    """
+    if not can_attend(state, query.shape[2]):
+        return None
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    if not uses_kernels(query.device):
+        return folded_attention.attend(state, query, mask, scaling, softcap, sinks)
+    from kvarn_kernels import decode_attention
+
+    config, tiles, padding = state.config, state.tiles, state.padding
+    return decode_attention(
+        query,
+        tiles.keys,
+        tiles.values,
+        state.prescale,
+        tiles.rows,
+        state.dense.keys,
+        state.dense.values,
+        None if padding is None else (padding.length, padding.key, padding.value),
+        mask,
+        count=tiles.count,
+        sink_length=config.sink_length,
+        key_bits=config.key_bits,
+        value_bits=config.value_bits,
+        rotated=config.method != "rtn",
+        scaling=scaling,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def can_attend(state: LayerState, tokens: int) -> bool:
+    """Whether :func:`attend` takes this many query tokens over this state."""
+    return state.count > 0 and tokens <= MOST_QUERY_TOKENS and state.dense.key_buffer.device.type == "cpu"
 
 
 def _repeat_counted(x: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:

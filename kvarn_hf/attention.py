@@ -1,0 +1,146 @@
+"""The attention implementation "kvarn": fused over packed tiles where it can be, ``sdpa`` otherwise.
+
+    model.set_attn_implementation("kvarn")          # or from_pretrained(..., attn_implementation="kvarn")
+
+It differs from the automatic path under ``sdpa`` in what it takes (soft-capping, learned sinks) and in what it saves: for one new token
+it needs the padding mask only, and never looks at its values, which would stall the GPU at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+
+from kvarn_hf.lazy import LazyStates, reading_of
+
+NAME = "kvarn"
+
+
+def kvarn_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of Transformers' ``AttentionInterface``.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention module of the model.
+    query : torch.Tensor
+        ``[batch, query_heads, new_tokens, head_dim]``.
+    key, value : torch.Tensor
+        ``[batch, kv_heads, length, head_dim]``, dense or from a KVarN cache.
+    attention_mask : torch.Tensor, optional
+        ``[batch or 1, query_heads or 1, new_tokens or 1, length]``, boolean (True: attend) or additive.
+    dropout, scaling, is_causal
+        As in Transformers.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+    s_aux : torch.Tensor, optional
+        ``[query_heads]``: a learned logit per head that takes attention and gives nothing (gpt-oss).
+
+    Returns
+    -------
+    output : torch.Tensor
+        ``[batch, new_tokens, query_heads, value_dim]``.
+    weights : None
+    """
+    reading = reading_of(key, value)
+    if reading is not None and not dropout:
+        if query.shape[2] == 1 or attention_mask is not None:
+            out = reading.attend(query, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux)
+            if out is not None:
+                return out, None
+        key, value = reading.dense()
+    elif isinstance(key, LazyStates) or isinstance(value, LazyStates):
+        key, value = (x.dense() if isinstance(x, LazyStates) else x for x in (key, value))
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return _dense_attention(query, key, value, attention_mask, dropout, scaling, causal, softcap, s_aux), None
+
+
+def kvarn_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Mask function of Transformers' ``AttentionMaskInterface``: boolean, ``[batch, 1, new_tokens, length]``, or None.
+
+    One new token attends to all that is not padding, so the padding mask is the whole mask, and nothing has to look at its values
+    to find that out.
+    """
+    if q_length == 1 and mask_function is causal_mask_function and local_size is None:
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        return None if padding is None else padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        **kwargs,
+    )
+
+
+def register() -> None:
+    """Make "kvarn" known to Transformers."""
+    AttentionInterface.register(NAME, kvarn_attention)
+    AttentionMaskInterface.register(NAME, kvarn_mask)
+
+
+def _dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with soft-capping and learned sinks, which ``sdpa`` does not have."""
+    batch, query_heads, tokens, head_dim = query.shape
+    heads, length = key.shape[1], key.shape[2]
+    grouped = query.reshape(batch, heads, query_heads // heads, tokens, head_dim)
+    scores = grouped @ key[:, :, None].mT * (head_dim**-0.5 if scaling is None else scaling)
+    scores = scores.flatten(1, 2).float()
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal and tokens > 1:
+        mask = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if s_aux is not None:
+        extra = s_aux.float().reshape(1, -1, 1, 1).expand(batch, -1, tokens, 1)
+        scores = torch.cat([scores, extra], -1)
+    weights = torch.softmax(scores, -1)[..., :length].to(value.dtype)
+    weights = torch.nn.functional.dropout(weights, dropout)
+    out = weights.unflatten(1, (heads, -1)) @ value[:, :, None]
+    return out.flatten(1, 2).transpose(1, 2).contiguous()

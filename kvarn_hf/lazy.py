@@ -1,0 +1,154 @@
+"""Keys and values that are dequantized only when something other than a fused attention touches them.
+
+``update()`` must hand back tensors. For a decode step it hands back a pair of :class:`LazyStates`: shape, dtype and device of the dense
+keys and values, and no data. ``scaled_dot_product_attention`` called with such a pair reads the packed tiles directly; whatever else
+touches one (eager attention, a model that changes its keys) finds a dense tensor, dequantized once and remembered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
+
+from kvarn_hf import ops
+from kvarn_hf.state import LayerState
+
+# What can be answered without data.
+_METADATA = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.__len__,
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "layout", "requires_grad", "is_leaf", "is_sparse")
+    ),
+}
+
+
+class Reading:
+    """What one step of one layer reads: its state before the commit, and the dense tensors if anybody asked for them.
+
+    ``counts`` is the layer's ``{"fused": n, "dequantized": n}``.
+    """
+
+    __slots__ = ("_dense", "counts", "state")
+
+    def __init__(self, state: LayerState, counts: dict[str, int]) -> None:
+        self.state = state
+        self.counts = counts
+        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, dequantized at the first call."""
+        if self._dense is None:
+            self._dense = ops.dense(self.state)
+            self.counts["dequantized"] += 1
+        return self._dense
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
+        """Fused attention, see :func:`kvarn_hf.ops.attend`; None where it is not supported."""
+        out = ops.attend(self.state, query, mask, **options)
+        if out is not None:
+            self.counts["fused"] += 1
+        return out
+
+
+class LazyStates(torch.Tensor):
+    """Dense keys (or values) to be, ``[batch, heads * repeats, length, head_dim]``."""
+
+    reading: Reading
+    is_value: bool
+    repeats: int
+
+    @staticmethod
+    def pair(reading: Reading) -> tuple[LazyStates, LazyStates]:
+        """Keys and values of one reading."""
+        dense, length = reading.state.dense, reading.state.length
+        return (
+            LazyStates._make(reading, dense.key_buffer, False, length, 1),
+            LazyStates._make(reading, dense.value_buffer, True, length, 1),
+        )
+
+    @staticmethod
+    def _make(reading: Reading, like: torch.Tensor, is_value: bool, length: int, repeats: int) -> LazyStates:
+        batch, heads, _, head_dim = like.shape
+        lazy = torch.Tensor._make_wrapper_subclass(
+            LazyStates, (batch, heads * repeats, length, head_dim), dtype=like.dtype, device=like.device
+        )
+        lazy.reading, lazy.is_value, lazy.repeats = reading, is_value, repeats
+        return lazy
+
+    def repeated(self, repeats: int) -> LazyStates:
+        """Every head ``repeats`` times, as ``repeat_kv`` of Transformers makes it."""
+        dense = self.reading.state.dense
+        like = dense.value_buffer if self.is_value else dense.key_buffer
+        return LazyStates._make(self.reading, like, self.is_value, self.shape[2], self.repeats * repeats)
+
+    def dense(self) -> torch.Tensor:
+        """The tensor itself."""
+        tensor = self.reading.dense()[self.is_value]
+        return tensor if self.repeats == 1 else tensor.repeat_interleave(self.repeats, 1)
+
+    def __repr__(self, **_: Any) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"LazyStates({'values' if self.is_value else 'keys'}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is scaled_dot_product_attention:
+            out = _attend(*args, **kwargs)
+            if out is not None:
+                return out
+        args, kwargs = tree_map_only(LazyStates, LazyStates.dense, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Reached from C++ code that looks through the subclass.
+        args, kwargs = tree_map_only(LazyStates, LazyStates.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def reading_of(key: torch.Tensor, value: torch.Tensor) -> Reading | None:
+    """The reading that a pair of lazy tensors stands for; None if they are no such pair."""
+    if isinstance(key, LazyStates) and isinstance(value, LazyStates):
+        matching = key.reading is value.reading and key.repeats == value.repeats and not key.is_value and value.is_value
+        return key.reading if matching else None
+    return None
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """``scaled_dot_product_attention`` over packed tiles; None for what only the dense path can do."""
+    reading = reading_of(key, value)
+    if reading is None or isinstance(query, LazyStates) or dropout_p or is_causal:
+        return None
+    batch, query_heads, tokens, head_dim = query.shape
+    heads = reading.state.dense.key_buffer.shape[1]
+    if query_heads % heads or (query_heads != heads * key.repeats and not enable_gqa):
+        return None
+    if tokens > 1 and (attn_mask is None or attn_mask.shape[2] == 1):
+        # Every query sees the same keys: heads packed as tokens. They are heads again.
+        if attn_mask is not None and attn_mask.shape[1] != 1:
+            return None
+        out = reading.attend(query.reshape(batch, query_heads * tokens, 1, head_dim), attn_mask, scaling=scale)
+        return None if out is None else out.reshape(batch, query_heads, tokens, out.shape[-1])
+    out = reading.attend(query, attn_mask, scaling=scale)
+    return None if out is None else out.transpose(1, 2)
