@@ -1,0 +1,82 @@
+"""Exact float32 building blocks that every kernel shares."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Adding and subtracting 1.5 * 2**23 leaves a float32 of magnitude below 2**22 rounded to the nearest integer, ties to even.
+_ROUNDER = tl.constexpr(12582912.0)
+
+SMALLEST_SCALE = tl.constexpr(2.0**-24)  # the smallest positive float16
+LARGEST = tl.constexpr(65504.0)
+
+
+@triton.jit
+def round_half_even(x):
+    """Nearest integer, ties to even, of float32 values below 2**22."""
+    return (x + _ROUNDER) - _ROUNDER
+
+
+@triton.jit
+def quotient(x, divisor, inverse, INTERPRETED: tl.constexpr):
+    """``x / divisor``, correctly rounded, given ``inverse = 1 / divisor``: one Newton step instead of a division."""
+    if INTERPRETED:  # the interpreter's fma rounds twice
+        return x / divisor
+    approximate = x * inverse
+    return tl.fma(tl.fma(-approximate, divisor, x), inverse, approximate)
+
+
+@triton.jit
+def exponent_of(x):
+    """``floor(log2(x))`` of non-negative float32 values, clamped to [-100, 100]; 0 for zero."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.where(x > 0, tl.minimum(tl.maximum(exponent, -100), 100), 0)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """``2.0 ** exponent`` for int32 exponents from -126 to 127, without a special function."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def clamp(x, low, high):
+    """``min(max(x, low), high)``."""
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def half(x):
+    """Rounded to what float16 can hold."""
+    return x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def half_scale(x):
+    """Rounded to a positive float16."""
+    return tl.maximum(half(x), SMALLEST_SCALE)
+
+
+@triton.jit
+def positive(scale):
+    """A constant row has no span; its codes are all zero and any positive scale is right."""
+    return tl.where(scale > 0, scale, 1.0)
+
+
+@triton.jit
+def inside(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, outside: tl.constexpr):
+    """``x``, with ``outside`` in the rows from ROWS and the columns from COLUMNS on, which only pad it to a power of two."""
+    if ROWS != x.shape[0]:
+        x = tl.where((tl.arange(0, x.shape[0]) < ROWS)[:, None], x, outside)
+    if COLUMNS != x.shape[1]:
+        x = tl.where((tl.arange(0, x.shape[1]) < COLUMNS)[None, :], x, outside)
+    return x
+
+
+@triton.jit
+def inside_vector(x, COUNT: tl.constexpr, outside: tl.constexpr):
+    """``x``, with ``outside`` from COUNT on."""
+    if COUNT != x.shape[0]:
+        x = tl.where(tl.arange(0, x.shape[0]) < COUNT, x, outside)
+    return x

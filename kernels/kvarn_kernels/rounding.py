@@ -1,0 +1,107 @@
+"""Rounding grids of a tile that lies in registers, ``[rows, columns]``, one grid per row.
+
+Reference: ``kvarn_hf/reference/rounding.py``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvarn_kernels.arithmetic import clamp, inside, positive, quotient, round_half_even
+
+
+@triton.jit
+def encode(x, scale, zero_point, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Codes as floats: ``clamp(round((x - zero_point) / scale), 0, 2**BITS - 1)``, ties to even."""
+    position = quotient(x - zero_point[:, None], scale[:, None], (1.0 / scale)[:, None], INTERPRETED)
+    return round_half_even(clamp(position, 0.0, 2.0**BITS - 1))
+
+
+@triton.jit
+def row_range(x, COLUMNS: tl.constexpr):
+    """Every row's minimum and span."""
+    low = tl.min(inside(x, x.shape[0], COLUMNS, float("inf")), 1)
+    return low, tl.max(inside(x, x.shape[0], COLUMNS, float("-inf")), 1) - low
+
+
+@triton.jit
+def full_range_grid(x, BITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Scale and zero point of the grid that spans each row's [min, max]."""
+    low, span = row_range(x, COLUMNS)
+    return positive(tl.div_rn(span, tl.full(span.shape, 2.0**BITS - 1, tl.float32))), low
+
+
+@triton.jit
+def search_grid(
+    x,
+    BITS: tl.constexpr,
+    POWER: tl.constexpr,
+    NARROWEST: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Of the grids that span a share of each row's range, from 1 down to NARROWEST, the one with the smallest
+    ``sum(|error| ** POWER)``; the first of equals.
+
+    With ``u = (x - min) / (max - min)`` every candidate's position on its grid is ``slope * u - offset`` with numbers that are the
+    same for all rows, and the row's own span drops out of the comparison.
+    """
+    LEVELS: tl.constexpr = 2.0**BITS - 1
+    low, span = row_range(x, COLUMNS)
+    best_share = tl.full([x.shape[0]], 1.0, tl.float32)
+    if CANDIDATES > 1:
+        unit = tl.where(span > 0, 1.0 / positive(span), 0.0)
+        u = (x - low[:, None]) * unit[:, None]
+        best_error = tl.full([x.shape[0]], float("inf"), tl.float32)
+        # A loop and not unrolled: straight-line code of this size would not fit the instruction cache.
+        for i in range(CANDIDATES):
+            share = 1.0 - i * ((1.0 - NARROWEST) / (CANDIDATES - 1))
+            slope = LEVELS / share
+            position = u * slope - (slope - LEVELS) * 0.5
+            miss = round_half_even(clamp(position, 0.0, LEVELS)) - position
+            miss = inside(miss * miss, x.shape[0], COLUMNS, 0.0)
+            if POWER == 2:
+                error = tl.sum(miss, 1) * (share * share)
+            else:
+                error = tl.sum(miss * miss, 1) * (share * share * share * share)
+            better = error < best_error
+            best_error = tl.where(better, error, best_error)
+            best_share = tl.where(better, share, best_share)
+    scale = positive(tl.div_rn(span * best_share, tl.full(span.shape, LEVELS, tl.float32)))
+    return scale, low + span * ((1.0 - best_share) * 0.5)
+
+
+@triton.jit
+def refit_grid(x, codes, column_scale, scale, zero_point):
+    """Least-squares scale and zero point per row of ``x ~ column_scale * (codes * scale + zero_point)``; rows whose normal equations
+    are singular, or whose scale would not be positive, keep theirs. ``column_scale`` is zero outside the tile."""
+    weighted = codes * column_scale[None, :]
+    a11 = tl.sum(weighted * weighted, 1)
+    a12 = tl.sum(weighted * column_scale[None, :], 1)
+    a22 = tl.sum(column_scale * column_scale, 0)
+    b1 = tl.sum(weighted * x, 1)
+    b2 = tl.sum(x * column_scale[None, :], 1)
+    determinant = a11 * a22 - a12 * a12
+    regular = determinant > 1e-6 * a11 * a22
+    divisor = tl.where(regular, determinant, 1.0)
+    new_scale = (a22 * b1 - a12 * b2) / divisor
+    new_zero = (a11 * b2 - a12 * b1) / divisor
+    regular = regular & (new_scale > 0)
+    return tl.where(regular, new_scale, scale), tl.where(regular, new_zero, zero_point)
+
+
+@triton.jit
+def refit_columns(x, grid_values, column_scale):
+    """Least-squares column scale of ``x ~ column_scale * grid_values``; where it would not be positive, the one given."""
+    energy = tl.sum(grid_values * grid_values, 0)
+    product = tl.sum(x * grid_values, 0)
+    return tl.where(product > 1e-6 * energy, product / tl.where(energy > 0, energy, 1.0), column_scale)
+
+
+@triton.jit
+def norm_ratio(energy, energy_hat):
+    """``clamp(|x| / |x_hat|, 1/2, 2)`` from both sums of squares; 1 where either is zero."""
+    known = (energy > 0) & (energy_hat > 0)
+    ratio = tl.sqrt(energy) / tl.sqrt(tl.where(known, energy_hat, 1.0))
+    return clamp(tl.where(known, ratio, 1.0), 0.5, 2.0)
