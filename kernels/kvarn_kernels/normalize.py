@@ -13,6 +13,7 @@ from kvarn_kernels.arithmetic import clamp, inside, inside_vector
 
 _STD_MIN, _STD_MAX = tl.constexpr(1e-3), tl.constexpr(1e3)
 _SCALE_MIN, _SCALE_MAX = tl.constexpr(0.7408182206817179), tl.constexpr(22026.465794806718)  # exp(-0.3), exp(10)
+_TIE = tl.constexpr(1e-5)  # converged states differ by rounding noise alone: the first of them is taken
 
 
 @triton.jit
@@ -74,8 +75,9 @@ def variance_normalize_published(x, magnitude, ITERATIONS: tl.constexpr, ROWS: t
         column_std = clamp(_column_std(x, 1.0 / row, ROWS, COLUMNS) * magnitude / column, _STD_MIN, _STD_MAX)
         row_std = clamp(_row_std(x, 1.0 / column, ROWS, COLUMNS) * magnitude / row, _STD_MIN, _STD_MAX)
         imbalance = _range(column_std, COLUMNS) + _range(row_std, ROWS)
-        best_column = tl.where(imbalance < best, column, best_column)
-        best = tl.minimum(imbalance, best)
+        better = imbalance < best * (1 - _TIE)
+        best_column = tl.where(better, column, best_column)
+        best = tl.where(better, imbalance, best)
         column = _scaled(column, column_std)
         row = _scaled(row, clamp(_row_std(x, 1.0 / column, ROWS, COLUMNS) * magnitude / row, _STD_MIN, _STD_MAX))
     return best_column

@@ -10,6 +10,7 @@ import torch
 
 STD_MIN, STD_MAX = 1e-3, 1e3
 LOG_SCALE_MIN, LOG_SCALE_MAX = -0.3, 10.0
+TIE = 1e-5  # converged states differ by rounding noise alone: the first of them is taken, on every device
 
 
 def _log_std(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -76,7 +77,7 @@ def variance_normalize_published(tile: torch.Tensor, iterations: int) -> tuple[t
         residue = tile / log_column.exp() / log_row.exp()
         column_std, row_std = _log_std(residue, -2), _log_std(residue, -1)
         imbalance = _log_range(column_std).exp() + _log_range(row_std).exp()
-        better = imbalance < best
+        better = imbalance < best * (1 - TIE)
         best = torch.where(better, imbalance, best)
         best_row, best_column = torch.where(better, log_row, best_row), torch.where(better, log_column, best_column)
         if step == iterations:
