@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from kvarn_kernels.arithmetic import (
     inside_vector,
     power_of_two,
 )
+from kvarn_kernels.launch import on_device_of, padded, rotation_block
 from kvarn_kernels.normalize import variance_normalize, variance_normalize_published
 from kvarn_kernels.packing import store_key_codes, store_value_codes
 from kvarn_kernels.rotation import hadamard_signs, split
@@ -34,12 +33,12 @@ def _load(x_ptr, token_offset, stride_d, prescale_ptr, start, WIDTH: tl.constexp
     """WIDTH channels from ``start`` on: ``[channel, token]`` of keys, times the prescale; ``[token, channel]`` of values."""
     d = start + tl.arange(0, WIDTH)
     if KEYS:
-        x = tl.load(x_ptr + token_offset[None, :] + (d * stride_d.to(tl.int64))[:, None], mask=(d < DIM)[:, None], other=0.0)
+        x = tl.load(x_ptr + token_offset[None, :] + (d.to(tl.int64) * stride_d)[:, None], mask=(d < DIM)[:, None], other=0.0)
         if prescale_ptr is not None:
             factor = tl.load(prescale_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
             x = x.to(tl.float32) * factor[:, None]
     else:
-        x = tl.load(x_ptr + token_offset[:, None] + (d * stride_d.to(tl.int64))[None, :], mask=(d < DIM)[None, :], other=0.0)
+        x = tl.load(x_ptr + token_offset[:, None] + (d.to(tl.int64) * stride_d)[None, :], mask=(d < DIM)[None, :], other=0.0)
     return x
 
 
@@ -458,22 +457,12 @@ def quantize_tiles(
         )
 
 
-def padded(dim: int) -> int:
-    """The power of two that a tile's side is padded to, and at least what a tensor-core product takes."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
-def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """The context in which a launch runs on the GPU that holds ``x``, whichever is current."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
 def _shape_constants(dim: int, bits: int, method: str) -> tuple[int, int, int, int, int, float, int]:
     """DIM, PADDED, CHUNK, BLOCK, BITS, NARROWEST, CANDIDATES of keys or values."""
     side = padded(dim)
     # A chunk of channels and its slice of the signs must fit the shared memory together.
     chunk = side if side <= 128 or method == "rtn" else 64
-    return dim, side, chunk, dim & -dim, bits, *_CLIP_SEARCH[bits]
+    return dim, side, chunk, rotation_block(dim), bits, *_CLIP_SEARCH[bits]
 
 
 def _warps(elements: int) -> int:
