@@ -1,12 +1,13 @@
 """How far a quantized cache moves a model's next-token distributions, measured as the KVarN paper does.
 
-The text runs through the cache in blocks, as if it were being generated: before a block runs, every tile that is due has been
-quantized, once, from the values the model produced then, so errors accumulate as they do in decoding. The dense cache sees the
-same blocks, so that both runs compute on the same shapes.
+The text runs through the cache in blocks, as if it were being generated: before a block runs, every tile that is due
+has been quantized, once, from the values the model produced then, so errors accumulate as they do in decoding. The dense
+cache sees the same blocks, so that both runs compute on the same shapes.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ class PseudoDecodeResult:
     Parameters
     ----------
     kl : torch.Tensor
-        ``[positions]``, float32, in nats: KL(dense || quantized) of the next-token distribution at each measured position.
+        ``[positions]``, float32, in nats: KL(dense || quantized) of the next-token distribution at each position.
     agrees : torch.Tensor
         ``[positions]``, bool: whether both distributions have the same most likely token.
     """
@@ -117,7 +118,7 @@ def dense_reference(
     block : int
         Tokens per forward pass.
     skip : int
-        First position that is measured: with sinks, residual and tiles of 128 tokens the first that reads a tile is 384.
+        First position that is measured: with sinks, residual and tiles of 128 tokens, 384 is the first to read a tile.
 
     Raises
     ------
@@ -138,8 +139,8 @@ def pseudo_decode(
 ) -> PseudoDecodeResult:
     """Measure KL(dense || quantized) of the next-token distributions in pseudo-decode.
 
-    Both caches run side by side, so that no more than one block's logits are held. To measure many caches on one text, run the
-    dense one once: :func:`dense_reference`.
+    Both caches run side by side, so that no more than one block's logits are held. To measure many caches on one text,
+    run the dense one once: :func:`dense_reference`.
 
     Parameters
     ----------
@@ -165,8 +166,8 @@ def pseudo_decode(
 
     Notes
     -----
-    The protocol of KVarN, arXiv:2606.03458. Before a block runs, a :class:`~kvarn_hf.KVarNCache` with ``sink_length`` and
-    ``residual_length`` of one block has quantized every tile behind the sinks and before the newest block.
+    The protocol of KVarN, arXiv:2606.03458. Before a block runs, a :class:`~kvarn_hf.KVarNCache` with ``sink_length``
+    and ``residual_length`` of one block has quantized every tile behind the sinks and before the newest block.
 
     Examples
     --------
@@ -184,14 +185,15 @@ def _log_probs(
     model: torch.nn.Module, input_ids: torch.Tensor, cache: Any, block: int, skip: int
 ) -> Iterator[torch.Tensor]:
     """The log-probabilities of each block's positions from ``skip`` on, ``[positions, vocabulary]``, float32."""
+    # Transformers renamed the argument in 5.24.
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     start = 0
     for ids in input_ids.split(block, 1):
         wanted = min(ids.shape[1], start + ids.shape[1] - skip)
-        # The logits of a long vocabulary are the largest tensor here: ask the model for those that are measured (0 means all).
+        # Logits are the largest tensors here: ask the model only for those that are measured (0 would mean all).
         with torch.inference_mode():
-            output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=max(wanted, 1))
-            logits = output.logits[0]
-            part = logits.float().log_softmax(-1) if wanted > 0 else None
+            output = model(ids, use_cache=True, logits_to_keep=max(wanted, 1), **{argument: cache})
+            part = output.logits[0].float().log_softmax(-1) if wanted > 0 else None
         if part is not None:
             yield part
         start += ids.shape[1]
