@@ -2,8 +2,9 @@
 
     model.set_attn_implementation("kvarn")          # or from_pretrained(..., attn_implementation="kvarn")
 
-It differs from the automatic path under ``sdpa`` in what it takes (soft-capping, learned sinks) and in what it saves: for one new token
-it needs the padding mask only, and never looks at its values, which would stall the GPU at every step.
+It differs from the automatic path under ``sdpa`` in what it takes (soft-capping, learned sinks) and in what it saves:
+for one new token it needs the padding mask only, and never looks at its values, which would stall the GPU at every
+step.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def kvarn_mask(
 ) -> torch.Tensor | None:
     """Mask function of Transformers' ``AttentionMaskInterface``: boolean, ``[batch, 1, new_tokens, length]``, or None.
 
-    One new token attends to all that is not padding, so the padding mask is the whole mask, and nothing has to look at its values
-    to find that out.
+    One new token attends to all that is not padding, so the padding mask is the whole mask, and nothing has to look at
+    its values to find that out.
     """
     if q_length == 1 and mask_function is causal_mask_function and local_size is None:
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvarn_hf import serialization
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
-
 
 _LAZY_ATTENTION = ("sdpa", "kvarn")
 
@@ -28,16 +27,16 @@ class KVarNCache(DynamicCache):
     Parameters
     ----------
     config : PreTrainedConfig, optional
-        The model's config. With it, only full-attention layers are quantized and sliding-window, chunked and
-        linear-attention layers are stored as Transformers stores them. Without it, every layer is taken for full attention, which
-        is right for most decoders and wrong for those with linear attention.
+        The model's config. With it, only full-attention layers are quantized, and sliding-window, chunked and
+        linear-attention layers are stored as Transformers stores them. Without it, every layer is taken for full
+        attention, which is right for most decoders and wrong for those with linear attention.
     kvarn : str or KVarNConfig
         A preset name such as ``kvarn_k4v2_g128`` (the default), or settings.
     skip_layers : iterable of int
         Layers that stay dense. Negative ones count from the end (needs ``config``).
     fused : bool
-        Let decode steps read packed tiles directly where the model's attention allows it ("sdpa" and "kvarn"). False: always
-        dequantize.
+        Let decode steps read packed tiles directly where the model's attention allows it ("sdpa" and "kvarn").
+        False: always dequantize.
 
     Raises
     ------
@@ -46,8 +45,8 @@ class KVarNCache(DynamicCache):
 
     Notes
     -----
-    KVarN: arXiv:2606.03458. The stored state is a function of the tokens alone: one prefill, chunks or single tokens give the
-    same codes, scales and bytes. A tile is quantized once, from the original values.
+    KVarN: arXiv:2606.03458. The stored state is a function of the tokens alone: one prefill, chunks or single tokens
+    give the same codes, scales and bytes. A tile is quantized once, from the original values.
     """
 
     def __init__(
@@ -87,8 +86,8 @@ class KVarNCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens to layer ``layer_idx`` and return all its keys and values; see :meth:`KVarNLayer.update`.
 
-        If it fails (out of memory, an interrupt, bad input), the layers already updated in the same forward pass are taken back too:
-        the cache holds the tokens it held, in every layer, and can be used.
+        If it fails (out of memory, an interrupt, bad input), the layers already updated in the same forward pass are
+        taken back too: the cache holds the tokens it held, in every layer, and can be used.
         """
         grown = layer_idx >= len(self.layers)
         while len(self.layers) <= layer_idx:
@@ -96,10 +95,11 @@ class KVarNCache(DynamicCache):
             self.layers.append(new)
         if self._before and layer_idx <= self._before[-1][0]:
             self._before.clear()  # a new forward pass
-        layer = self.layers[layer_idx]
+        layer: Any = self.layers[layer_idx]
         self._before.append((layer_idx, _remember(layer)))
         if isinstance(layer, KVarNLayer):
-            kwargs["lazy"] = self.fused and not torch.compiler.is_compiling() and _caller_can_read_lazily(sys._getframe(1))
+            lazy = self.fused and not torch.compiler.is_compiling()
+            kwargs["lazy"] = lazy and _caller_can_read_lazily(sys._getframe(1))
         try:
             states = layer.update(key_states, value_states, *args, **kwargs)
         except BaseException:
@@ -114,7 +114,7 @@ class KVarNCache(DynamicCache):
 
     def memory_footprint(self) -> int:
         """Bytes of all storage the cache keeps alive, in every layer, unused capacity included."""
-        return sum(_layer_bytes(layer) for layer in self.layers)
+        return sum(_bytes(layer) for layer in self.layers)
 
     def report(self) -> dict[str, Any]:
         """Tokens, layers, regions and bytes, as plain values."""
@@ -123,7 +123,7 @@ class KVarNCache(DynamicCache):
         count = 0 if state is None else state.count
         length = 0 if state is None else state.length
         sink = min(length, self.kvarn.sink_length)
-        dense = sum(layer.dense_bytes() if isinstance(layer, KVarNLayer) else _layer_bytes(layer) for layer in self.layers)
+        dense = sum(layer.dense_bytes() if isinstance(layer, KVarNLayer) else _bytes(layer) for layer in self.layers)
         held = self.memory_footprint()
         return {
             "preset": self.kvarn.name,
@@ -167,12 +167,13 @@ class KVarNCache(DynamicCache):
             if tokens_to_remove >= length:
                 return
             tokens_to_remove -= length
-        cropped = {i: layer.cropped(tokens_to_remove) for i, layer in enumerate(self.layers) if isinstance(layer, KVarNLayer)}
-        for i, layer in enumerate(self.layers):
-            if i not in cropped:
-                layer.crop(tokens_to_remove)
-        for i, state in cropped.items():
-            self.layers[i].state = state
+        # The only layers that can refuse are asked first.
+        cropped = [(layer, layer.cropped(tokens_to_remove)) for layer in self.layers if isinstance(layer, KVarNLayer)]
+        stock: list[Any] = [layer for layer in self.layers if not isinstance(layer, KVarNLayer)]
+        for layer in stock:
+            layer.crop(tokens_to_remove)
+        for quantized, state in cropped:
+            quantized.state = state
 
     def reset(self) -> None:
         """Forget everything; the cache is as new."""
@@ -237,22 +238,23 @@ def _skipped(skip_layers: Iterable[int], count: int | None) -> frozenset[int]:
     indices = list(skip_layers)
     for i in indices:
         if type(i) is not int or (i < 0 if count is None else not -count <= i < count):
-            allowed = "integers >= 0 when no config is given" if count is None else f"integers from {-count} to {count - 1}"
-            raise ValueError(f"skip_layers must hold {allowed}, got {i!r}")
+            allowed = ">= 0 when no config is given" if count is None else f"from {-count} to {count - 1}"
+            raise ValueError(f"skip_layers must hold integers {allowed}, got {i!r}")
     return frozenset(i % count if count else i for i in indices)
 
 
 def _caller_can_read_lazily(caller: FrameType) -> bool:
-    """Whether the module that calls ``update()`` hands keys to an attention that knows, or at least touches, lazy tensors.
+    """Whether the module that calls ``update()`` hands keys to an attention that knows, or at least touches, lazy
+    tensors.
 
-    A cache is told nothing about the model it serves, and one attention implementation (flex) compiles code around the tensors it gets. The
-    module's own config is the only place that says which one it will call.
+    A cache is told nothing about the model it serves, and one attention implementation (flex) compiles code around
+    the tensors it gets. The module's own config is the only place that says which one it will call.
     """
     config = getattr(caller.f_locals.get("self"), "config", None)
     return getattr(config, "_attn_implementation", None) in _LAZY_ATTENTION
 
 
-def _layer_bytes(layer: Any) -> int:
+def _bytes(layer: Any) -> int:
     if isinstance(layer, KVarNLayer):
         return layer.memory_footprint()
     tensors: list[torch.Tensor] = []
@@ -268,7 +270,7 @@ def _layer_bytes(layer: Any) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
-def _remember(layer: CacheLayerMixin) -> Any:
+def _remember(layer: Any) -> Any:
     """What :func:`_restore` needs to undo one update, without keeping the memory that the update frees."""
     if isinstance(layer, KVarNLayer):
         return layer.remember()
@@ -277,7 +279,7 @@ def _remember(layer: CacheLayerMixin) -> Any:
     return vars(layer).copy()
 
 
-def _restore(layer: CacheLayerMixin, held: Any) -> None:
+def _restore(layer: Any, held: Any) -> None:
     if isinstance(layer, KVarNLayer):
         layer.restore(held)
     elif type(layer) is DynamicLayer:

@@ -15,7 +15,8 @@ _DEFAULT_ITERATIONS = {"kvarn": 2, "published": 8, "hadamard": 0, "rtn": 0}
 
 _PRESET_PATTERN = re.compile(r"kvarn_k(?P<key>[2348])v(?P<value>[2348])_g(?P<tile>64|128)")
 
-PRESETS = tuple(f"kvarn_{bits}_g{tile}" for tile in TILE_SIZES[::-1] for bits in ("k4v2", "k2v2", "k3v2", "k4v4", "k8v4"))
+_PRESET_WIDTHS = ("k4v2", "k2v2", "k3v2", "k4v4", "k8v4")
+PRESETS = tuple(f"kvarn_{widths}_g{tile}" for tile in (128, 64) for widths in _PRESET_WIDTHS)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class KVarNConfig:
     sink_length: int = 128
     residual_length: int = 128
     method: str = "kvarn"
-    iterations: int | None = None
+    iterations: int = None  # type: ignore[assignment]  # __post_init__ puts the method's own
     check_finite: bool = False
 
     def __post_init__(self) -> None:
@@ -101,11 +102,11 @@ class KVarNConfig:
         return max(0, (length - self.sink_length - self.residual_length) // self.tile_size)
 
     def key_tile_bytes(self, head_dim: int) -> int:
-        """Bytes of one packed key tile: codes, a scale and a zero point per channel, a scale per token (all float16)."""
+        """Bytes of one packed key tile: codes, and in float16 scale and zero point per channel, scale per token."""
         return self.tile_size * head_dim * self.key_bits // 8 + 2 * (2 * head_dim + self.tile_size)
 
     def value_tile_bytes(self, head_dim: int) -> int:
-        """Bytes of one packed value tile: codes, a scale and a zero point per token, a scale per channel (all float16)."""
+        """Bytes of one packed value tile: codes, and in float16 scale and zero point per token, scale per channel."""
         return self.tile_size * head_dim * self.value_bits // 8 + 2 * (head_dim + 2 * self.tile_size)
 
     def bits_per_element(self, key_dim: int, value_dim: int | None = None) -> float:

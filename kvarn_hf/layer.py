@@ -27,8 +27,8 @@ class KVarNLayer(DynamicLayer):
     config : KVarNConfig
         Settings of this layer.
     latent_dims : tuple of int, optional
-        ``(kv_lora_rank, qk_rope_head_dim)`` of a model with multi-head latent attention. When the "values" turn out to be
-        the rotary part of the keys, they are kept at 8 bits.
+        ``(kv_lora_rank, qk_rope_head_dim)`` of a model with multi-head latent attention. When the "values" turn out to
+        be the rotary part of the keys, they are kept at 8 bits.
     """
 
     is_croppable = True
@@ -56,15 +56,16 @@ class KVarNLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens, pack the tiles that are full, and return all keys and values for attention.
 
-        Attention reads what was packed before this step dequantized, and everything else exactly, the new tokens included.
+        Attention reads what was packed before this step dequantized, and everything else exactly, new tokens included.
 
         Parameters
         ----------
         key_states, value_states : torch.Tensor
-            ``[batch, num_kv_heads, new_tokens, head_dim]``, float16, bfloat16 or float32; keys after the rotary embedding.
-            The two head_dims may differ.
+            ``[batch, num_kv_heads, new_tokens, head_dim]``, float16, bfloat16 or float32; keys after the rotary
+            embedding. The two head_dims may differ.
         lazy : bool
-            Return tensors that are dequantized only when touched (see :mod:`kvarn_hf.lazy`), where attention can do without.
+            Where attention can do without dense tensors, return some that are dequantized only when touched (see
+            :mod:`kvarn_hf.lazy`).
 
         Returns
         -------
@@ -74,19 +75,19 @@ class KVarNLayer(DynamicLayer):
         Raises
         ------
         ValueError
-            If dtype, rank, batch, heads, head_dim or device are not those of earlier calls. The layer then holds what it
-            held, as after any other failure.
+            If dtype, rank, batch, heads, head_dim or device are not those of earlier calls. The layer then holds what
+            it held, as after any other failure.
         """
         if self.state is None:
             self.lazy_initialization(key_states, value_states)
-        else:
-            _check_states(key_states, value_states)
-            self._check_continues(key_states, value_states)
+        before = self._held
+        _check_states(key_states, value_states)
+        _check_continues(before, key_states, value_states)
         if self.config.check_finite:
             _check_finite(key_states, value_states)
-        first = self.state.length == 0
-        state = self.state.appended(key_states, value_states)
-        if first:
+        state = before.appended(key_states, value_states)
+        read: tuple[torch.Tensor, torch.Tensor]
+        if before.length == 0:
             read = key_states, value_states
         elif lazy and ops.can_attend(state, key_states.shape[2]):
             read = LazyStates.pair(Reading(state, self.reads))
@@ -98,11 +99,11 @@ class KVarNLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys, ``[batch, num_kv_heads, length, head_dim]``, dequantized at every access; None before the first token."""
+        """All keys, ``[batch, num_kv_heads, length, head_dim]``, dequantized at every access; None before any token."""
         return None if self.state is None else ops.dense(self.state)[0]
 
     @keys.setter
-    def keys(self, value: None) -> None:
+    def keys(self, value: torch.Tensor | None) -> None:
         self._drop(value)
 
     @property
@@ -111,10 +112,10 @@ class KVarNLayer(DynamicLayer):
         return None if self.state is None else ops.dense(self.state)[1]
 
     @values.setter
-    def values(self, value: None) -> None:
+    def values(self, value: torch.Tensor | None) -> None:
         self._drop(value)
 
-    def _drop(self, value: None) -> None:
+    def _drop(self, value: torch.Tensor | None) -> None:
         # The base class assigns None to start empty; anything else would be lost, as only packed tiles are stored.
         if value is not None:
             raise AttributeError("keys and values of a KVarN layer are read-only; tokens enter through update()")
@@ -143,8 +144,8 @@ class KVarNLayer(DynamicLayer):
         """Bytes that the same tokens take unquantized."""
         if self.state is None:
             return 0
-        batch, heads, _, key_dim = self.state.dense.keys.shape
-        channels = key_dim + self.state.dense.values.shape[3]
+        batch, heads, _, key_dim = self.state.dense.key_buffer.shape
+        channels = key_dim + self.state.dense.value_buffer.shape[3]
         return batch * heads * self.state.length * channels * self.dtype.itemsize
 
     def reset(self) -> None:
@@ -196,9 +197,9 @@ class KVarNLayer(DynamicLayer):
         """What :meth:`restore` needs to undo the next update: the state without its tiles, and how many there were."""
         if self.state is None:
             return None, 0
-        # Filled slots never change, so the arenas that the update leaves behind still hold the tiles of before. Holding on to the old
-        # arenas would double the memory of every layer whose arenas grow in the same step.
-        return replace(self.state, tiles=None), self.state.count
+        # Filled slots never change, so the arenas that the update leaves behind still hold the tiles of before. Holding
+        # on to the old arenas would double the memory of every layer whose arenas grow in the same step.
+        return replace(self.state, tiles=self.state.tiles.emptied()), self.state.count
 
     def restore(self, held: tuple[LayerState | None, int]) -> None:
         """Undo the updates since :meth:`remember`."""
@@ -206,8 +207,7 @@ class KVarNLayer(DynamicLayer):
         if state is None:
             self.reset()
         else:
-            tiles = self.state.tiles.truncated(count) if count else None
-            self.state = replace(state, tiles=tiles)
+            self.state = replace(state, tiles=self._held.tiles.truncated(count))
 
     def offload(self) -> None:
         """Move to the CPU."""
@@ -220,12 +220,18 @@ class KVarNLayer(DynamicLayer):
             self.state = self.state.to(self.device)
 
     @property
+    def _held(self) -> LayerState:
+        if self.state is None:
+            raise RuntimeError("the layer holds no tokens yet")
+        return self.state
+
+    @property
     def _batch(self) -> int:
-        return self.state.dense.keys.shape[0]
+        return self._held.dense.key_buffer.shape[0]
 
     @property
     def _home(self) -> torch.device:
-        return self.state.dense.keys.device
+        return self._held.dense.key_buffer.device
 
     def _row_indices(self, name: str, indices: torch.Tensor | Sequence[int]) -> torch.Tensor:
         rows = torch.as_tensor(indices, device=self._home)
@@ -235,16 +241,6 @@ class KVarNLayer(DynamicLayer):
             raise ValueError(f"{name} must be one-dimensional, got shape {list(rows.shape)}")
         rows = rows.to(torch.int64)
         return torch.where(rows < 0, rows + self._batch, rows)
-
-    def _check_continues(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for name, new, held in (("key_states", keys, self.state.dense.keys), ("value_states", values, self.state.dense.values)):
-            expected = [held.shape[0], held.shape[1], "any", held.shape[3]]
-            if new.shape[:2] != held.shape[:2] or new.shape[3] != held.shape[3]:
-                raise ValueError(f"{name} must have shape {expected} like the tokens held, got {list(new.shape)}")
-            if new.dtype != held.dtype:
-                raise ValueError(f"{name} must have dtype {held.dtype} like the tokens held, got {new.dtype}")
-            if new.device != held.device:
-                raise ValueError(f"{name} must be on {held.device} like the tokens held, got {new.device}")
 
 
 def _check_states(keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -264,8 +260,22 @@ def _check_states(keys: torch.Tensor, values: torch.Tensor) -> None:
         raise ValueError(f"value_states must be on the device of key_states {keys.device}, got {values.device}")
 
 
+def _check_continues(state: LayerState, keys: torch.Tensor, values: torch.Tensor) -> None:
+    dense = state.dense
+    for name, new, held in (("key_states", keys, dense.key_buffer), ("value_states", values, dense.value_buffer)):
+        if new.shape[:2] != held.shape[:2] or new.shape[3] != held.shape[3]:
+            expected = [held.shape[0], held.shape[1], "any", held.shape[3]]
+            raise ValueError(f"{name} must have shape {expected} like the tokens held, got {list(new.shape)}")
+        if new.dtype != held.dtype:
+            raise ValueError(f"{name} must have dtype {held.dtype} like the tokens held, got {new.dtype}")
+        if new.device != held.device:
+            raise ValueError(f"{name} must be on {held.device} like the tokens held, got {new.device}")
+
+
 def _check_finite(keys: torch.Tensor, values: torch.Tensor) -> None:
     for name, x in (("key_states", keys), ("value_states", values)):
         broken = int((~x.isfinite().all(-1)).sum())
         if broken:
-            raise ValueError(f"{name} must be finite, got NaN or infinity in {broken} token vectors (check_finite=True)")
+            raise ValueError(
+                f"{name} must be finite, got NaN or infinity in {broken} token vectors (check_finite=True)"
+            )

@@ -1,8 +1,8 @@
 """Keys and values that are dequantized only when something other than a fused attention touches them.
 
-``update()`` must hand back tensors. For a decode step it hands back a pair of :class:`LazyStates`: shape, dtype and device of the dense
-keys and values, and no data. ``scaled_dot_product_attention`` called with such a pair reads the packed tiles directly; whatever else
-touches one (eager attention, a model that changes its keys) finds a dense tensor, dequantized once and remembered.
+``update()`` must hand back tensors. For a decode step it hands back a pair of :class:`LazyStates`: shape, dtype and
+device of the dense keys and values, and no data. ``scaled_dot_product_attention`` called with such a pair reads the
+packed tiles directly; whatever else touches one finds a dense tensor, dequantized once and remembered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _METADATA = {
     torch.Tensor.__len__,
     *(
         getattr(torch.Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "layout", "requires_grad", "is_leaf", "is_sparse")
+        for name in ("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "layout", "requires_grad", "is_leaf")
     ),
 }
 
@@ -94,7 +94,7 @@ class LazyStates(torch.Tensor):
         tensor = self.reading.dense()[self.is_value]
         return tensor if self.repeats == 1 else tensor.repeat_interleave(self.repeats, 1)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"LazyStates({'values' if self.is_value else 'keys'}, shape={list(self.shape)}, dtype={self.dtype})"
 
@@ -112,7 +112,7 @@ class LazyStates(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Reached from C++ code that looks through the subclass.
         args, kwargs = tree_map_only(LazyStates, LazyStates.dense, (args, kwargs or {}))
         return func(*args, **kwargs)

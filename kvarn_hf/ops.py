@@ -6,6 +6,7 @@ The only module that imports :mod:`kvarn_kernels`, and only when a tensor is on 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ MOST_QUERY_TOKENS = 16
 
 
 def uses_kernels(device: torch.device) -> bool:
-    """Whether tensors on this device go to the Triton kernels. Elsewhere torch does the same work, with one warning on GPUs."""
+    """Whether tensors on this device go to the Triton kernels; elsewhere torch does the work."""
     return device.type == "cuda" and _kernels_run_on(device.index or 0)
 
 
@@ -61,11 +62,12 @@ def quantize(
     position : int
         Position of the first token given.
     first : torch.Tensor, optional
-        ``[batch]``, int64: each row's first position that is read from its tiles. Earlier tokens are kept elsewhere, and in a
-        tile that begins before it the later tokens take their place, over and over, so that they shape no scale.
+        ``[batch]``, int64: each row's first position that is read from its tiles. Earlier tokens are kept elsewhere,
+        and in a tile that begins before it the later tokens take their place, over and over, so that they shape no
+        scale.
     """
     if uses_kernels(keys.device):
-        from kvarn_kernels import quantize_tiles
+        from kvarn_kernels.quantize import quantize_tiles
 
         quantize_tiles(
             keys,
@@ -95,14 +97,19 @@ def quantize(
 
 
 def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
-    """All keys and values of a layer, ``[batch, heads, length, head_dim]`` in the model's dtype: packed tiles dequantized, the rest
-    as it was given."""
+    """All keys and values of a layer, packed tiles dequantized and the rest as it was given.
+
+    Returns
+    -------
+    keys, values : torch.Tensor
+        ``[batch, heads, length, head_dim]`` in the model's dtype.
+    """
     if state.count == 0:
         return state.dense.keys, state.dense.values
     config, tiles, padding = state.config, state.tiles, state.padding
     sink = config.sink_length
     if uses_kernels(state.dense.keys.device):
-        from kvarn_kernels import dequantize_tiles
+        from kvarn_kernels.dequantize import dequantize_tiles
 
         return dequantize_tiles(
             tiles.keys,
@@ -121,7 +128,7 @@ def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
     packed_keys, packed_values = tiles.filled()
     prescale = None if state.prescale is None else state.prescale.unsqueeze(2)
 
-    def assemble(tokens: torch.Tensor, packed: Packed, dequantize) -> torch.Tensor:
+    def assemble(tokens: torch.Tensor, packed: Packed, dequantize: Callable[[Packed], torch.Tensor]) -> torch.Tensor:
         out = tokens.new_empty(*tokens.shape[:2], state.length, tokens.shape[3])
         out[:, :, :sink] = tokens[:, :, :sink]
         out[:, :, state.tail_start :] = tokens[:, :, sink:]
@@ -156,7 +163,8 @@ def attend(
     query : torch.Tensor
         ``[batch, query_heads, tokens, key_dim]``, tokens <= :data:`MOST_QUERY_TOKENS`.
     mask : torch.Tensor, optional
-        ``[batch or 1, query_heads or 1, tokens or 1, length]``, boolean (True: attend) or additive. None: everything is attended.
+        ``[batch or 1, query_heads or 1, tokens or 1, length]``, boolean (True: attend) or additive. None: attend to
+        everything.
     scaling : float, optional
         Factor of the scores; None for ``key_dim ** -0.5``.
     softcap : float, optional
@@ -174,7 +182,7 @@ def attend(
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if not uses_kernels(query.device):
         return folded_attention.attend(state, query, mask, scaling, softcap, sinks)
-    from kvarn_kernels import decode_attention
+    from kvarn_kernels.decode_attention import decode_attention
 
     config, tiles, padding = state.config, state.tiles, state.padding
     return decode_attention(
@@ -204,7 +212,7 @@ def can_attend(state: LayerState, tokens: int) -> bool:
 
 
 def _repeat_counted(x: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
-    """In every tile, replace the tokens before ``first`` (``[batch]``, relative to ``x``) by the later ones, periodically."""
+    """In every tile, replace the tokens before ``first`` (``[batch]``, relative to ``x``) by the later ones."""
     start = torch.arange(0, x.shape[2], size, device=x.device)
     skip = (first[:, None] - start).clamp(0, size)[..., None]  # [batch, tile, 1]
     skip = torch.where(skip == size, 0, skip)  # nothing in this tile counts: take it as it is
@@ -238,5 +246,5 @@ def _kernels_run_on(index: int) -> bool:
         except ImportError:
             reason = "Triton is not installed"
     if reason is not None:
-        warnings.warn(f"KVarN quantizes with plain torch on cuda:{index}, more slowly: {reason}.", stacklevel=2)
+        warnings.warn(f"KVarN runs in plain torch on cuda:{index}, more slowly: {reason}", stacklevel=2)
     return reason is None

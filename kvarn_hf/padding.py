@@ -1,8 +1,8 @@
 """Left padding: a run of identical tokens at a row's start is stored once, and the row's sinks begin behind it.
 
-The cache is not told which tokens are padding. But padding tokens of one row have the same embedding and the same position, so
-their keys and values are equal, bit for bit. Storing such a run once loses nothing, whatever its tokens mean, and lets every row of
-a padded batch have its own sinks and its own pre-scale, as it has when it runs alone.
+The cache is not told which tokens are padding. But padding tokens of one row have the same embedding and the same
+position, so their keys and values are equal, bit for bit. Storing such a run once loses nothing, whatever its tokens
+mean, and lets every row of a padded batch have its own sinks and its own pre-scale, as it has when it runs alone.
 
     position    0 .. length  |  length .. length + sink_length  |  ...
     read as     one token    |  the row's sinks                 |  tiles, then the tail
@@ -11,7 +11,7 @@ a padded batch have its own sinks and its own pre-scale, as it has when it runs 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -72,9 +72,11 @@ class LeftPadding:
         position = self.length[:, None] + slot
         held = position >= state.tail_start
         index = torch.where(held, _dense_index(state, position), slot).clamp(0, state.dense.length - 1)
-        return _gather(state.dense.keys, index), _gather(state.dense.values, index)
+        return gather_tokens(state.dense.keys, index), gather_tokens(state.dense.values, index)
 
-    def restored(self, keys: torch.Tensor, sinks: torch.Tensor, run_token: torch.Tensor, tail_start: int) -> torch.Tensor:
+    def restored(
+        self, keys: torch.Tensor, sinks: torch.Tensor, run_token: torch.Tensor, tail_start: int
+    ) -> torch.Tensor:
         """``keys`` (or values), read as if no row were padded, with runs and sinks put where they belong.
 
         Parameters
@@ -89,7 +91,7 @@ class LeftPadding:
         head = keys[:, :, :tail_start]
         position = torch.arange(tail_start, device=keys.device)
         slot = position - self.length[:, None]
-        sink = _gather(sinks, slot.clamp(0, sinks.shape[2] - 1)) if sinks.shape[2] else head
+        sink = gather_tokens(sinks, slot.clamp(0, sinks.shape[2] - 1)) if sinks.shape[2] else head
         in_sink = ((slot >= 0) & (slot < sinks.shape[2]))[:, None, :, None]
         in_run = (slot < 0)[:, None, :, None]
         head = torch.where(in_run, run_token, torch.where(in_sink, sink, head))
@@ -110,11 +112,11 @@ class LeftPadding:
         return replace(self, run=run, key=key, value=value)
 
 
-def _dense_index(state: LayerState, position):
+def _dense_index(state: LayerState, position: Any) -> Any:
     """Where a position of the tail (or, before anything is packed, any position) lies in the dense buffer."""
     return position - state.tail_start + (state.config.sink_length if state.count else 0)
 
 
-def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """``x[b, :, index[b, i], :]`` for ``x`` ``[batch, heads, tokens, head_dim]`` and ``index`` ``[batch, n]``."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -63,7 +63,7 @@ def load(cls: type[KVarNCache], path: str | Path, device: torch.device | str) ->
 
 def _layer_parts(layer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if isinstance(layer, KVarNLayer):
-        entry = {"kind": "kvarn", "config": layer.config.to_dict(), "latent_dims": layer.latent_dims}
+        entry: dict[str, Any] = {"kind": "kvarn", "config": layer.config.to_dict(), "latent_dims": layer.latent_dims}
         if layer.state is None:
             return entry, {}
         state = layer.state.compacted()
@@ -76,7 +76,7 @@ def _layer_parts(layer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             parts["prescale"] = state.prescale
         if state.padding is not None:
             entry["scanned"] = state.padding.scanned
-            parts |= {"padding.run": state.padding.run, "padding.key": state.padding.key, "padding.value": state.padding.value}
+            parts |= {f"padding.{name}": getattr(state.padding, name) for name in ("run", "key", "value")}
         return entry, parts
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         sliding = type(layer) is DynamicSlidingWindowLayer
@@ -94,29 +94,30 @@ def _layer_from(entry: dict[str, Any], parts: dict[str, torch.Tensor]) -> Any:
         if parts:
             dense = DenseTokens.copied(parts["dense_keys"], parts["dense_values"])
             layer.lazy_initialization(dense.keys, dense.values)
+            config = KVarNConfig(**entry["state_config"])
             layer.state = LayerState(
-                KVarNConfig(**entry["state_config"]),
+                config,
                 dense,
-                _tiles_from(layer.state.config, entry["count"], parts, dense) if entry["count"] else None,
+                _tiles_from(config, entry["count"], parts, dense),
                 parts.get("prescale"),
                 LeftPadding(parts["padding.run"], entry["scanned"], parts["padding.key"], parts["padding.value"])
                 if "padding.run" in parts
                 else None,
             )
         return layer
-    layer = DynamicLayer() if entry["kind"] == "dense" else DynamicSlidingWindowLayer(entry["sliding_window"])
+    stock: Any = DynamicLayer() if entry["kind"] == "dense" else DynamicSlidingWindowLayer(entry["sliding_window"])
     if parts:
-        layer.lazy_initialization(parts["keys"], parts["values"])
-        layer.keys, layer.values = parts["keys"], parts["values"]
+        stock.lazy_initialization(parts["keys"], parts["values"])
+        stock.keys, stock.values = parts["keys"], parts["values"]
         if entry["kind"] == "sliding":
-            layer.cumulative_length = entry["cumulative_length"]
-    return layer
+            stock.cumulative_length = entry["cumulative_length"]
+    return stock
 
 
 def _tiles_from(config: KVarNConfig, count: int, parts: dict[str, torch.Tensor], dense: DenseTokens) -> PackedTiles:
     batch, heads, _, key_dim = dense.keys.shape
     tiles = PackedTiles.allocate(batch, heads, key_dim, dense.values.shape[3], config, count, dense.keys.device)
-    for side, arena in (("keys", tiles.keys), ("values", tiles.values)):
+    for side, arena in (("keys", tiles.keys), ("values", tiles.values)) if count else ():
         for name in Packed._fields:
             getattr(arena, name)[:, :, :count] = parts[f"{side}.{name}"]
     return tiles.truncated(count)

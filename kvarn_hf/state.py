@@ -78,8 +78,8 @@ class LayerState:
     config : KVarNConfig
     dense : DenseTokens
         While nothing is packed: all tokens. Then: the sinks, followed by the tail.
-    tiles : PackedTiles, optional
-        None while nothing is packed.
+    tiles : PackedTiles
+        The packed tokens between sinks and tail.
     prescale : torch.Tensor, optional
         ``[batch, heads, key_dim]``, float16: the keys' channel factors, fixed by the first tile that is packed.
     padding : LeftPadding, optional
@@ -88,7 +88,7 @@ class LayerState:
 
     config: KVarNConfig
     dense: DenseTokens
-    tiles: PackedTiles | None = None
+    tiles: PackedTiles
     prescale: torch.Tensor | None = None
     padding: LeftPadding | None = None
 
@@ -96,13 +96,15 @@ class LayerState:
     def empty(cls, config: KVarNConfig, keys: torch.Tensor, values: torch.Tensor) -> LayerState:
         """No tokens yet, for keys and values like the ones given."""
         # Fresh storage: a view of the first prompt would keep all of it alive.
-        nothing = [x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (keys, values)]
-        return cls(config, DenseTokens(*nothing, 0))
+        key_buffer, value_buffer = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (keys, values))
+        shape = (keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3])
+        tiles = PackedTiles.allocate(*shape, config, 0, keys.device)
+        return cls(config, DenseTokens(key_buffer, value_buffer, 0), tiles)
 
     @property
     def count(self) -> int:
         """Tiles packed."""
-        return 0 if self.tiles is None else self.tiles.count
+        return self.tiles.count
 
     @property
     def length(self) -> int:
@@ -120,7 +122,7 @@ class LayerState:
         return (
             self.dense.key_buffer,
             self.dense.value_buffer,
-            *(() if self.tiles is None else self.tiles.tensors),
+            *self.tiles.tensors,
             *(() if self.prescale is None else (self.prescale,)),
             *(() if self.padding is None else self.padding.tensors),
         )
@@ -146,9 +148,8 @@ class LayerState:
         sink, start = config.sink_length, config.sink_length + count * config.tile_size
         end = sink + due * config.tile_size  # in the dense buffer
         keys, values = dense.keys, dense.values
-        batch, heads, _, key_dim = keys.shape
         padding = self.padding
-        if padding is None and batch > 1 and count == 0:
+        if padding is None and keys.shape[0] > 1 and count == 0:
             padding = LeftPadding.begin(keys, values)
         if padding is None:
             first, sink_keys, sink_values = None, keys[:, :, :sink], values[:, :, :sink]
@@ -157,11 +158,7 @@ class LayerState:
             first = padding.length + sink
             sink_keys, sink_values = padding.sinks(self)
         prescale = self._prescale(first, start + due * config.tile_size)
-        if self.tiles is None:
-            shape = (batch, heads, key_dim, values.shape[3])
-            tiles = PackedTiles.allocate(*shape, config, due, keys.device)
-        else:
-            tiles = self.tiles.reserved(due)
+        tiles = self.tiles.reserved(due)
         ops.quantize(keys[:, :, sink:end], values[:, :, sink:end], prescale, tiles, config, start, first)
         tail = DenseTokens.copied(
             torch.cat([sink_keys, keys[:, :, end:]], 2), torch.cat([sink_values, values[:, :, end:]], 2)
@@ -191,8 +188,7 @@ class LayerState:
                 keys = self.padding.restored(keys, keys, self.padding.key, sink)
                 values = self.padding.restored(values, values, self.padding.value, sink)
                 dense = DenseTokens.copied(keys, values)
-            state = self._shortened(length, replace(dense, length=length), None)
-            return replace(state, prescale=None, padding=None)
+            return LayerState(config, replace(dense, length=length), self.tiles.emptied())
         if (length - sink) % size:
             below = length - (length - sink) % size
             raise ValueError(
@@ -206,35 +202,31 @@ class LayerState:
         return LayerState(
             self.config,
             self.dense.index_select(indices),
-            None if self.tiles is None else self.tiles.select(indices),
+            self.tiles.select(indices),
             None if self.prescale is None else self.prescale.index_select(0, indices),
             None if self.padding is None else self.padding.index_select(indices),
         )
 
     def compacted(self) -> LayerState:
         """With no arena row that no batch row uses."""
-        return self if self.tiles is None else replace(self, tiles=self.tiles.with_own_rows())
+        return replace(self, tiles=self.tiles.with_own_rows())
 
     def to(self, device: torch.device | str) -> LayerState:
         """On another device."""
+
         def move(t: torch.Tensor) -> torch.Tensor:
             return t.to(device, non_blocking=True)
 
-        tiles = self.tiles
-        if tiles is not None:
-            rows = None if tiles.rows is None else move(tiles.rows)
-            keys, values = type(tiles.keys)(*map(move, tiles.keys)), type(tiles.values)(*map(move, tiles.values))
-            tiles = replace(tiles, keys=keys, values=values, rows=rows)
         dense = replace(self.dense, key_buffer=move(self.dense.key_buffer), value_buffer=move(self.dense.value_buffer))
         return LayerState(
             self.config,
             dense,
-            tiles,
+            self.tiles.map(move),
             None if self.prescale is None else move(self.prescale),
             None if self.padding is None else self.padding.to(device),
         )
 
-    def _shortened(self, length: int, dense: DenseTokens, tiles: PackedTiles | None) -> LayerState:
+    def _shortened(self, length: int, dense: DenseTokens, tiles: PackedTiles) -> LayerState:
         padding = None if self.padding is None else self.padding.shortened(length)
         return replace(self, dense=dense, tiles=tiles, padding=padding)
 

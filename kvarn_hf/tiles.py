@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,6 +62,15 @@ class PackedTiles:
         values = arena((value_dim * config.value_bits // 8, size), value_dim, size)
         return cls(keys, values, 0)
 
+    def emptied(self) -> PackedTiles:
+        """No tiles, and no memory for any."""
+        keys, values = (Packed(*(t.new_empty(*t.shape[:2], 0, *t.shape[3:]) for t in part)) for part in self._parts)
+        return PackedTiles(keys, values, 0)
+
+    @property
+    def _parts(self) -> tuple[Packed, Packed]:
+        return self.keys, self.values
+
     @property
     def capacity(self) -> int:
         return self.keys.codes.shape[2]
@@ -88,6 +98,11 @@ class PackedTiles:
         """The first ``count`` tiles; the arenas keep their size."""
         return replace(self, count=count)
 
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedTiles:
+        """With every tensor changed, e.g. moved to another device."""
+        keys, values = (Packed(*map(change, part)) for part in self._parts)
+        return replace(self, keys=keys, values=values, rows=None if self.rows is None else change(self.rows))
+
     def select(self, indices: torch.Tensor) -> PackedTiles:
         """Batch rows ``indices`` (int64, repeats allowed) by re-mapping; no tile moves."""
         return replace(self, rows=indices if self.rows is None else self.rows.index_select(0, indices))
@@ -96,10 +111,10 @@ class PackedTiles:
         """With every batch row in an arena row of its own, as appending needs."""
         if self.rows is None:
             return self
-        keys, values = (Packed(*(t.index_select(0, self.rows) for t in part)) for part in (self.keys, self.values))
+        keys, values = (Packed(*(t.index_select(0, self.rows) for t in part)) for part in self._parts)
         return replace(self, keys=keys, values=values, rows=None)
 
     def filled(self) -> tuple[Packed, Packed]:
         """Keys and values of the tiles in use, ``[batch, heads, count, ...]``."""
-        tiles = self.with_own_rows()
-        return tuple(Packed(*(t[:, :, : self.count] for t in part)) for part in (tiles.keys, tiles.values))
+        keys, values = (Packed(*(t[:, :, : self.count] for t in part)) for part in self.with_own_rows()._parts)
+        return keys, values

@@ -5,7 +5,8 @@ Per tile, with q the rotated (and un-prescaled) query and p the softmax weights:
     score[t] = token_scale[t] * (sum_d (q[d] * channel_scale[d]) * code[t, d]  +  sum_d q[d] * zero_point[d])
     out[d]   = channel_scale[d] * (sum_t (p[t] * token_scale[t]) * code[t, d]  +  sum_t p[t] * zero_point[t])
 
-so neither are codes scaled nor are tiles rotated back: the query is rotated once, and the output once. This is the path of CPUs.
+so neither are codes scaled nor are tiles rotated back: the query is rotated once, and the output once. This is the path
+of CPUs.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _tile_scores(rows: torch.Tensor, keys: Packed, state: LayerState) -> torch.T
         rows = rotate(rows)
     out = rows.new_empty(*rows.shape[:3], state.count, state.config.tile_size)
     for part in _chunks(state.count, keys.codes, state.config.key_bits):
-        codes = packing.unpack_keys(keys.codes[:, :, part], state.config.key_bits).float()  # [batch, heads, tile, token, channel]
+        # [batch, heads, tile, token, channel]
+        codes = packing.unpack_keys(keys.codes[:, :, part], state.config.key_bits).float()
         scaled = rows.unsqueeze(2) * keys.channel_scale[:, :, part].float().unsqueeze(3)
         zero = (keys.zero_point[:, :, part].float() @ rows.mT).mT.unsqueeze(4)  # [batch, heads, row, tile, 1]
         products = (scaled @ codes.mT).transpose(2, 3)
@@ -93,7 +95,7 @@ def _tile_output(weights: torch.Tensor, values: Packed, state: LayerState) -> to
 
 
 def _bias(state: LayerState, mask: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor | None:
-    """What is added to the logits of [sinks, tiles, tail, run]: the mask, and where left padding moves a row's sinks."""
+    """What is added to the logits of [sinks, tiles, tail, run]: the mask, and what left padding excludes."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.finfo(logits.dtype).min)
     if state.padding is None:
@@ -103,7 +105,8 @@ def _bias(state: LayerState, mask: torch.Tensor | None, logits: torch.Tensor) ->
     position = torch.arange(length, device=logits.device).expand(start.shape[0], -1)
     in_sinks = start + torch.arange(sink, device=logits.device)
     slot = torch.cat([in_sinks.clamp_max(length - 1), position[:, sink:]], 1)
-    counted = torch.cat([in_sinks < tail, (position[:, sink:] >= start + sink) | (position[:, sink:] >= tail)], 1)
+    behind = position[:, sink:]
+    counted = torch.cat([in_sinks < tail, (behind >= start + sink) | (behind >= tail)], 1)
     in_run = position < start  # [batch, length]
     full = logits.new_zeros(1, 1, 1, length) if mask is None else mask.float()
     full = full.expand(start.shape[0], -1, -1, -1)

@@ -1,7 +1,7 @@
 """Variance normalization of tokens and channels in the log domain, in plain torch.
 
-A tile is seen as a matrix ``[..., rows, columns]`` whose rows carry the rounding grid: a key tile as [channel, token], a
-value tile as [token, channel].
+A tile is seen as a matrix ``[..., rows, columns]`` whose rows carry the rounding grid: a key tile as [channel, token],
+a value tile as [token, channel].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _log_std(x: torch.Tensor, dim: int) -> torch.Tensor:
 def variance_normalize(tile: torch.Tensor, iterations: int) -> torch.Tensor:
     """Even out the variance of columns and rows; return the columns' scale.
 
-    From ``log_row = log(std(tile))`` and ``log_column = 0``, repeat: with ``C = tile / exp(log_column) / exp(log_row)``,
+    From ``log_row = log(std(tile))`` and ``log_column = 0``, repeat: with ``C = tile / exp(log_column + log_row)``,
     add the log standard deviation of C's columns to ``log_column``, recompute C, add that of its rows to ``log_row``;
     both clamped to [-0.3, 10] relative to their start. The rows' scale only steers the columns': a row's own scale is
     whatever its rounding grid spans.

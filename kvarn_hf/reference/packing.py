@@ -1,7 +1,7 @@
 """How codes become bytes, in plain torch.
 
-The order is chosen for the decoding kernel, which unpacks whole 32-bit words with a mask and hands them to the tensor cores
-as they are: consecutive bytes are consecutive channels of a key tile and consecutive tokens of a value tile.
+The order is chosen for the decoding kernel, which unpacks whole 32-bit words with a mask and hands them to the tensor
+cores as they are: consecutive bytes are consecutive channels of a key tile and consecutive tokens of a value tile.
 
     keys     byte [j, d]  holds, at bits [b*i, b*i + b), the code of channel d, token  j + i * tile_size * b / 8
     values   byte [e, t]  holds, at bits [b*i, b*i + b), the code of token t, channel  e * 8 / b + i
@@ -32,12 +32,11 @@ def pack_keys(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_keys(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Inverse of :func:`pack_keys`: bytes to codes ``[..., tile_size, head_dim]``, uint8."""
-    rows, codes = packed.split([packed.shape[-2] * width // bits for _, width in _PLANES[bits]], -2), None
-    for plane, (low, width) in zip(rows, _PLANES[bits], strict=True):
+    parts = []
+    for plane, (low, width) in zip(_planes(packed, bits), _PLANES[bits], strict=True):
         part = (plane.unsqueeze(-3) >> _shifts(width, packed.device)[:, None, None]) & (2**width - 1)
-        part = part.flatten(-3, -2) << low
-        codes = part if codes is None else codes | part
-    return codes
+        parts.append(part.flatten(-3, -2) << low)
+    return parts[0] if len(parts) == 1 else parts[0] | parts[1]
 
 
 def pack_values(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -52,9 +51,12 @@ def pack_values(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_values(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Inverse of :func:`pack_values`: bytes to codes ``[..., tile_size, head_dim]``, uint8."""
-    rows, codes = packed.split([packed.shape[-2] * width // bits for _, width in _PLANES[bits]], -2), None
-    for plane, (low, width) in zip(rows, _PLANES[bits], strict=True):
+    parts = []
+    for plane, (low, width) in zip(_planes(packed, bits), _PLANES[bits], strict=True):
         part = (plane.mT.unsqueeze(-1) >> _shifts(width, packed.device)) & (2**width - 1)
-        part = part.flatten(-2) << low
-        codes = part if codes is None else codes | part
-    return codes
+        parts.append(part.flatten(-2) << low)
+    return parts[0] if len(parts) == 1 else parts[0] | parts[1]
+
+
+def _planes(packed: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    return packed.split([packed.shape[-2] * width // bits for _, width in _PLANES[bits]], -2)

@@ -34,9 +34,9 @@ LARGEST = 65504.0
 class Packed(NamedTuple):
     """Quantized keys or values of any number of tiles.
 
-    ``codes`` uint8, ``[..., tile_size * bits / 8, head_dim]`` for keys and ``[..., head_dim * bits / 8, tile_size]`` for values
-    (see :mod:`kvarn_hf.reference.packing`); ``channel_scale`` ``[..., head_dim]``; ``token_scale`` ``[..., tile_size]``;
-    ``zero_point`` per channel for keys, per token for values. Scales and zero points are float16.
+    ``codes`` uint8, ``[..., tile_size * bits / 8, head_dim]`` for keys and ``[..., head_dim * bits / 8, tile_size]``
+    for values (see :mod:`kvarn_hf.reference.packing`); ``channel_scale`` ``[..., head_dim]``; ``token_scale``
+    ``[..., tile_size]``; ``zero_point`` per channel for keys, per token for values. All but the codes are float16.
     """
 
     codes: torch.Tensor
@@ -90,8 +90,8 @@ def quantize_keys(keys: torch.Tensor, prescale: torch.Tensor | None, config: KVa
 
     Notes
     -----
-    "kvarn": a clipped grid by fourth-power error, and a token scale that gives every token its exact norm in the rotated
-    frame. "published": Algorithm 1 of arXiv:2606.03458.
+    "kvarn": a clipped grid by fourth-power error, and a token scale that gives every token its exact norm in the
+    rotated frame. "published": Algorithm 1 of arXiv:2606.03458.
     """
     bits = config.key_bits
     tile, exponent, broken = _tile(keys, prescale, config)
@@ -193,7 +193,7 @@ def _finite_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _exponent(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """``floor(log2(max |x|))`` over ``dims`` (kept), 0 where all is zero; kept where 2 ** -exponent is a normal float32."""
+    """``floor(log2(max |x|))`` over ``dims`` (kept), 0 where all is zero, within the range of normal float32 powers."""
     largest = x.abs().amax(dims, keepdim=True)
     return torch.where(largest > 0, largest.frexp().exponent - 1, 0).clamp(-100, 100)
 

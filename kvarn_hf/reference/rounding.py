@@ -1,7 +1,7 @@
 """Asymmetric round-to-nearest on a grid per row, in plain torch.
 
-``code = clamp(round((x - zero_point) / scale), 0, 2**bits - 1)`` and back ``x_hat = code * scale + zero_point``. Matrices are
-``[..., rows, columns]``; scales and zero points ``[..., rows, 1]``; column scales ``[..., 1, columns]``.
+``code = clamp(round((x - zero_point) / scale), 0, 2**bits - 1)`` and back ``x_hat = code * scale + zero_point``.
+Matrices are ``[..., rows, columns]``; scales and zero points ``[..., rows, 1]``; column scales ``[..., 1, columns]``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def full_range_grid(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Ten
 def search_grid(x: torch.Tensor, bits: int, power: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero point of the clipped grid with the smallest ``sum(|x - x_hat| ** power)`` per row.
 
-    Tries ``scale = a (max - min) / (2**bits - 1)``, ``zero_point = min + (1 - a)/2 (max - min)`` for evenly spaced ``a``
-    from 1 down to a bound that depends on ``bits``; the first of equals wins.
+    Tries ``scale = a (max - min) / (2**bits - 1)``, ``zero_point = min + (1 - a)/2 (max - min)`` for evenly spaced
+    ``a`` from 1 down to a bound that depends on ``bits``; the first of equals wins.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def refit_grid(
 
 
 def refit_columns(x: torch.Tensor, grid_values: torch.Tensor, column_scale: torch.Tensor) -> torch.Tensor:
-    """Least-squares column scale of ``x ~ column_scale * grid_values``; where it would not be positive, the one given."""
+    """Least-squares column scale of ``x ~ column_scale * grid_values``; unchanged where it would not be positive."""
     energy = grid_values.square().sum(-2, keepdim=True)
     product = (x * grid_values).sum(-2, keepdim=True)
     return torch.where(product > 1e-6 * energy, product / torch.where(energy > 0, energy, 1.0), column_scale)
