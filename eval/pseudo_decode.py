@@ -87,9 +87,9 @@ def report(folder: Path) -> str:
     lines = [
         "# Pseudo-decode KL divergence",
         "",
-        "KL(dense || quantized) of the next-token distributions in nats, over all positions from 384 on; sinks, residual",
-        "and tiles of 128 tokens for every method. How it is measured, and what the texts are: [README](../README.md).",
-        "Lower is better, and differences under 10 % are ties.",
+        "KL(dense || quantized) of the next-token distributions in nats, over all positions from 384 on; sinks,",
+        "residual and tiles of 128 tokens for every method. How it is measured, and what the texts are:",
+        "[README](../README.md). Lower is better, and differences under 10 % are ties.",
     ]
     for path in sorted(folder.glob("pseudo_decode_*.json")):
         content = json.loads(path.read_text())
@@ -105,7 +105,7 @@ def tables(results: list[dict]) -> list[str]:
     """A row per preset and method, a column per text."""
     texts = list(dict.fromkeys(r["text"] for r in results))
     by_key = {(r["text"], r["method"], r["preset"]): r for r in results}
-    presets = [p for p in PRESETS if any(r["preset"] == p for r in results)]
+    presets = [p for p in (*PRESETS, "k8v4") if any(r["preset"] == p for r in results)]
     pairs = [(p, m) for p in presets for m in METHODS]
 
     def cell(text: str, preset: str, method: str) -> str:

@@ -1,8 +1,8 @@
 """How far a quantized cache moves a model's next-token distributions, measured as the KVarN paper does.
 
 The text runs through the cache in blocks, as if it were being generated: before a block runs, every tile that is due
-has been quantized, once, from the values the model produced then, so errors accumulate as they do in decoding. The dense
-cache sees the same blocks, so that both runs compute on the same shapes.
+has been quantized, once, from the values the model produced then, so errors accumulate as they do in decoding. The
+dense cache sees the same blocks, so that both runs compute on the same shapes.
 """
 
 from __future__ import annotations
