@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -193,21 +192,20 @@ class KVarNLayer(DynamicLayer):
         if self.state is not None:
             self.state = self.state.index_select(self._row_indices("indices", indices)).compacted()
 
-    def remember(self) -> tuple[LayerState | None, int]:
-        """What :meth:`restore` needs to undo the next update: the state without its tiles, and how many there were."""
-        if self.state is None:
-            return None, 0
+    def remember(self) -> tuple[Any, ...] | None:
+        """What :meth:`restore` needs to undo the next update: everything but the tiles, and how many of them there were."""
         # Filled slots never change, so the arenas that the update leaves behind still hold the tiles of before. Holding
         # on to the old arenas would double the memory of every layer whose arenas grow in the same step.
-        return replace(self.state, tiles=self.state.tiles.emptied()), self.state.count
+        state = self.state
+        return None if state is None else (state.config, state.dense, state.count, state.prescale, state.padding)
 
-    def restore(self, held: tuple[LayerState | None, int]) -> None:
+    def restore(self, held: tuple[Any, ...] | None) -> None:
         """Undo the updates since :meth:`remember`."""
-        state, count = held
-        if state is None:
+        if held is None:
             self.reset()
         else:
-            self.state = replace(state, tiles=self._held.tiles.truncated(count))
+            config, dense, count, prescale, padding = held
+            self.state = LayerState(config, dense, self._held.tiles.truncated(count), prescale, padding)
 
     def offload(self) -> None:
         """Move to the CPU."""
