@@ -193,7 +193,7 @@ class KVarNLayer(DynamicLayer):
             self.state = self.state.index_select(self._row_indices("indices", indices)).compacted()
 
     def remember(self) -> tuple[Any, ...] | None:
-        """What :meth:`restore` needs to undo the next update: everything but the tiles, and how many of them there were."""
+        """What :meth:`restore` needs to undo the next update: everything but the tiles, and their number."""
         # Filled slots never change, so the arenas that the update leaves behind still hold the tiles of before. Holding
         # on to the old arenas would double the memory of every layer whose arenas grow in the same step.
         state = self.state
