@@ -71,15 +71,15 @@ def _key_tile(
     if ROTATED:
         x = tl.zeros([TILE, CHANNELS], tl.float32)
         constant = tl.zeros([CHANNELS], tl.float32)
+        SIGNS: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
         first = start // BLOCK * BLOCK if BLOCK > CHANNELS else start
-        for offset in tl.static_range(0, BLOCK if BLOCK > CHANNELS else CHANNELS, CHANNELS):
+        for offset in range(0, BLOCK if BLOCK > CHANNELS else CHANNELS, CHANNELS):
             c = first + offset + tl.arange(0, CHANNELS)
             scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
             zero = tl.load(zero_point_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
-            if BLOCK > CHANNELS:
-                signs = hadamard_signs(c, d, BLOCK, tl.float32 if INTERPRETED else tl.float16)
-            x += _product(load_key_codes(codes_ptr, t, c, BITS, TILE, DIM), scale, signs, INTERPRETED)
-            constant += _row_product(zero, signs, INTERPRETED)
+            part = hadamard_signs(c, d, BLOCK, SIGNS) if BLOCK > CHANNELS else signs
+            x += _product(load_key_codes(codes_ptr, t, c, BITS, TILE, DIM), scale, part, INTERPRETED)
+            constant += _row_product(zero, part, INTERPRETED)
         x = (x + constant[None, :]) * BLOCK**-0.5
     else:
         scale = tl.load(channel_scale_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
@@ -115,14 +115,14 @@ def _value_tile(
     if ROTATED:
         x = tl.zeros([TILE, CHANNELS], tl.float32)
         constant = tl.zeros([CHANNELS], tl.float32)
+        SIGNS: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
         first = start // BLOCK * BLOCK if BLOCK > CHANNELS else start
-        for offset in tl.static_range(0, BLOCK if BLOCK > CHANNELS else CHANNELS, CHANNELS):
+        for offset in range(0, BLOCK if BLOCK > CHANNELS else CHANNELS, CHANNELS):
             c = first + offset + tl.arange(0, CHANNELS)
             scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
-            if BLOCK > CHANNELS:
-                signs = hadamard_signs(c, d, BLOCK, tl.float32 if INTERPRETED else tl.float16)
-            x += _product(load_value_codes(codes_ptr, t, c, BITS, TILE, DIM), scale, signs, INTERPRETED)
-            constant += _row_product(scale, signs, INTERPRETED)
+            part = hadamard_signs(c, d, BLOCK, SIGNS) if BLOCK > CHANNELS else signs
+            x += _product(load_value_codes(codes_ptr, t, c, BITS, TILE, DIM), scale, part, INTERPRETED)
+            constant += _row_product(scale, part, INTERPRETED)
         return (x * token_scale + constant[None, :] * zero_point) * BLOCK**-0.5
     else:
         scale = tl.load(channel_scale_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)

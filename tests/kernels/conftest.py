@@ -1,0 +1,17 @@
+"""The kernels run through Triton's interpreter where there is no GPU, and compiled with ``pytest -m gpu``."""
+
+import os
+
+import pytest
+import torch
+
+# Read when a kernel is defined, so before anything imports Triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("compiled kernels take no CPU tensors")
+    return torch.device(request.param)
