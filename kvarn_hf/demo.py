@@ -1,0 +1,254 @@
+"""The demo: one prompt, answered from the dense cache and from KVarN, and what that costs and saves."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from kvarn_hf.cache import KVarNCache
+from kvarn_hf.config import KVarNConfig
+from kvarn_hf.pseudo_decode import BLOCK, pseudo_decode
+
+PROMPT_SOURCE = "James Madison, First Annual Message to the Congress, 29 November 1809 (public domain)"
+_INSTRUCTION = "Summarize the message above in a few sentences of modern English."
+
+# Called with the name of a stage, the steps done and the steps expected.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What one cache gave.
+
+    Parameters
+    ----------
+    tokens : list of int
+        The new tokens' ids.
+    text : str
+    cache_bytes : int
+        Bytes the cache holds at the end, of the prompt and the new tokens.
+    first_token_seconds : float
+        From the start to the first new token: the prefill.
+    tokens_per_second : float
+        Of the tokens after the first.
+    """
+
+    tokens: list[int]
+    text: str
+    cache_bytes: int
+    first_token_seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What :func:`run_demo` found.
+
+    Parameters
+    ----------
+    dense, kvarn : Continuation
+    prompt_tokens : int
+    first_difference : int, optional
+        Index of the first new token that differs; None if all are equal.
+    kl : float
+        Mean KL(dense || kvarn) of the next-token distributions over the prompt's second half, in nats.
+    top1 : float
+        Share of those positions at which both have the same most likely token.
+    cache : KVarNCache
+        The cache after the generation.
+    """
+
+    dense: Continuation
+    kvarn: Continuation
+    prompt_tokens: int
+    first_difference: int | None
+    kl: float
+    top1: float
+    cache: KVarNCache
+
+
+def default_prompt() -> str:
+    """The text that ships with the package, about 2,100 tokens, with an instruction behind it."""
+    text = resources.files("kvarn_hf").joinpath("data/madison_1809.txt").read_text(encoding="utf-8")
+    return f"{text.strip()}\n\n{_INSTRUCTION}"
+
+
+def encode(tokenizer: Any, prompt: str) -> torch.Tensor:
+    """Token ids ``[1, tokens]`` of a prompt, as a user's turn if the tokenizer has a chat template."""
+    if tokenizer.chat_template:
+        turn = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        return tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    return tokenizer(prompt, return_tensors="pt").input_ids
+
+
+def run_demo(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    config: KVarNConfig,
+    max_new_tokens: int = 64,
+    progress: Progress = lambda stage, done, total: None,
+) -> DemoResult:
+    """Continue a prompt greedily from both caches and compare them.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    tokenizer : transformers.PreTrainedTokenizerBase
+    prompt : str
+        At least two tokens.
+    config : KVarNConfig
+    max_new_tokens : int
+    progress : callable
+        Told of every step.
+
+    Returns
+    -------
+    DemoResult
+
+    Raises
+    ------
+    ValueError
+        If the prompt or ``max_new_tokens`` is too short.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    input_ids = encode(tokenizer, prompt).to(model.device)
+    length = input_ids.shape[1]
+    if length < 2:
+        raise ValueError(f"prompt must have at least 2 tokens, got {length}")
+
+    def dense() -> DynamicCache:
+        return DynamicCache(config=model.config)
+
+    def kvarn() -> KVarNCache:
+        return KVarNCache(model.config, config)
+
+    continuations, cache = [], dense()
+    for name, make_cache in (("dense cache", dense), (config.name, kvarn)):
+        if model.device.type == "cuda":  # compile and load the kernels outside the clock
+            _continue(model, tokenizer, input_ids, make_cache(), 2, lambda done: None)
+        cache = make_cache()
+
+        def report(done: int, stage: str = f"Generating, {name}") -> None:
+            progress(stage, done, max_new_tokens)
+
+        continuations.append(_continue(model, tokenizer, input_ids, cache, max_new_tokens, report))
+    forwards = 2 * -(-length // BLOCK)
+    done = 0
+
+    def count(*_: Any) -> None:
+        nonlocal done
+        done += 1
+        progress("Comparing distributions", done, forwards)
+
+    progress("Comparing distributions", 0, forwards)
+    handle = model.register_forward_hook(count)
+    try:
+        comparison = pseudo_decode(model, input_ids, kvarn, skip=length // 2)
+    finally:
+        handle.remove()
+    a, b = (continuation.tokens for continuation in continuations)
+    difference = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if difference is None and len(a) != len(b):
+        difference = min(len(a), len(b))
+    return DemoResult(*continuations, length, difference, comparison.mean, comparison.top1, cache)
+
+
+def show(result: DemoResult, model: Any, tokenizer: Any, console: Console) -> None:
+    """Print a result."""
+    dense, kvarn = result.dense, result.kvarn
+    preset = result.cache.kvarn.name
+    for name, continuation in (("Dense cache", dense), (preset, kvarn)):
+        console.print(Panel(escape(continuation.text.strip()), title=name, title_align="left"))
+    where = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+    table = Table(title=f"{result.prompt_tokens:,} prompt tokens + {len(kvarn.tokens)} new ones, {where}", title_justify="left")
+    for column, justify in (("", "left"), ("dense cache", "right"), (preset, "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table.add_row("Cache", f"{dense.cache_bytes / 2**20:.2f} MiB", f"{kvarn.cache_bytes / 2**20:.2f} MiB")
+    table.add_row("Times smaller", "", f"{dense.cache_bytes / kvarn.cache_bytes:.2f}")
+    table.add_row("Time to first token", f"{dense.first_token_seconds:.2f} s", f"{kvarn.first_token_seconds:.2f} s")
+    table.add_row("Then tokens per second", f"{dense.tokens_per_second:.1f}", f"{kvarn.tokens_per_second:.1f}")
+    console.print(table)
+    for line in _remarks(result, model, tokenizer):
+        console.print(escape(line), highlight=False)
+
+
+class _Clock(BaseStreamer):
+    """Notes when each new token arrives."""
+
+    def __init__(self, device: torch.device, report: Callable[[int], None]) -> None:
+        self.device = device
+        self.report = report
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        # generate() puts the prompt first: that call starts the clock.
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.times.append(time.perf_counter())
+        self.report(len(self.times) - 1)
+
+    def end(self) -> None:
+        pass
+
+
+def _continue(
+    model: Any, tokenizer: Any, input_ids: torch.Tensor, cache: Any, max_new_tokens: int, report: Callable[[int], None]
+) -> Continuation:
+    clock = _Clock(model.device, report)
+    # Transformers renamed the argument in 5.24.
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=pad,
+        streamer=clock,
+        **{argument: cache},
+    )
+    tokens = output[0, input_ids.shape[1] :].tolist()
+    start, first, *_, last = clock.times if len(clock.times) > 2 else [*clock.times, clock.times[-1]]
+    rate = (len(tokens) - 1) / (last - first) if last > first else float("nan")
+    held = cache.memory_footprint() if isinstance(cache, KVarNCache) else _dense_bytes(cache)
+    return Continuation(tokens, tokenizer.decode(tokens, skip_special_tokens=True), held, first - start, rate)
+
+
+def _dense_bytes(cache: DynamicCache) -> int:
+    tensors = (tensor for layer in cache.layers for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _remarks(result: DemoResult, model: Any, tokenizer: Any) -> list[str]:
+    config, position = result.cache.kvarn, result.first_difference
+    if position is None:
+        lines = [f"All {len(result.dense.tokens)} new tokens are the same."]
+    else:
+        pieces = (repr(tokenizer.decode(c.tokens[position : position + 1])) for c in (result.dense, result.kvarn))
+        lines = [f"First differing token: number {position + 1}, {' against '.join(pieces)}."]
+    lines.append(
+        f"Mean KL divergence over the prompt's second half: {result.kl:.2g} nats, the same most likely token at "
+        f"{result.top1:.1%} of the positions (prompt fed in blocks of {BLOCK} tokens)."
+    )
+    if not config.packed_tiles(result.prompt_tokens):
+        needed = config.sink_length + config.residual_length + config.tile_size
+        lines.append(f"Nothing in the prompt was quantized: that begins at {needed} tokens.")
+    if model.dtype == torch.float32:
+        lines.append("Both caches were measured in float32; a 16-bit dense cache is half as large.")
+    return lines
