@@ -67,9 +67,9 @@ def positive(scale):
 @triton.jit
 def inside(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, outside: tl.constexpr):
     """``x``, with ``outside`` in the rows from ROWS and the columns from COLUMNS on, which only pad it to a power of two."""
-    if ROWS != x.shape[0]:
+    if x.shape[0] != ROWS:
         x = tl.where((tl.arange(0, x.shape[0]) < ROWS)[:, None], x, outside)
-    if COLUMNS != x.shape[1]:
+    if x.shape[1] != COLUMNS:
         x = tl.where((tl.arange(0, x.shape[1]) < COLUMNS)[None, :], x, outside)
     return x
 
@@ -77,6 +77,6 @@ def inside(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, outside: tl.constexpr):
 @triton.jit
 def inside_vector(x, COUNT: tl.constexpr, outside: tl.constexpr):
     """``x``, with ``outside`` from COUNT on."""
-    if COUNT != x.shape[0]:
+    if x.shape[0] != COUNT:
         x = tl.where(tl.arange(0, x.shape[0]) < COUNT, x, outside)
     return x

@@ -169,7 +169,7 @@ def _dense_part(
         if ROTATED and BLOCK <= CHANNELS:
             signs = hadamard_signs(d, d, BLOCK, tl.float32 if INTERPRETED else tl.float16)
         first = block.to(tl.int64) * GROUP
-        for i in range(0, tl.minimum(count - block * GROUP, GROUP)):
+        for i in range(tl.minimum(count - block * GROUP, GROUP)):
             slot = first + i
             if KEYS:
                 x = _key_tile(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,8 @@ from kvarn_kernels.rounding import encode, full_range_grid, norm_ratio, refit_co
 # Smallest share of a row's range that the grid may span, and how many spans are tried, by bits.
 _CLIP_SEARCH = {2: (0.45, 12), 3: (0.6, 9), 4: (0.76, 7), 8: (1.0, 1)}
 _INFINITY_BITS = tl.constexpr(0x7F800000)
+_WIDEST = tl.constexpr(256)
+LARGEST_HEAD_DIM = 512
 
 
 @triton.jit
@@ -40,6 +44,63 @@ def _load(x_ptr, token_offset, stride_d, prescale_ptr, start, WIDTH: tl.constexp
     else:
         x = tl.load(x_ptr + token_offset[:, None] + (d.to(tl.int64) * stride_d)[None, :], mask=(d < DIM)[None, :], other=0.0)
     return x
+
+
+@triton.jit
+def _rotate(
+    x,
+    x_ptr,
+    token_offset,
+    stride_d,
+    prescale_ptr,
+    dropped,
+    unit,
+    first,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """WIDTH channels of the rotated tile from ``first`` on, by a product with the matrix of signs; ``x`` is its only chunk, if it has
+    only one. 16-bit inputs are exact operands of the tensor cores; anything else is three bfloat16 numbers that add up to it."""
+    TOKENS: tl.constexpr = token_offset.shape[0]
+    HALVES: tl.constexpr = x.dtype == tl.float16
+    SIGNS: tl.constexpr = tl.float32 if INTERPRETED else (tl.float16 if HALVES else tl.bfloat16)
+    if KEYS:
+        tile = tl.zeros([WIDTH, TOKENS], tl.float32)
+    else:
+        tile = tl.zeros([TOKENS, WIDTH], tl.float32)
+    channel = first + tl.arange(0, WIDTH)
+    for start in tl.static_range(0, DIM, CHUNK):
+        if DIM > CHUNK:
+            x = _load(x_ptr, token_offset, stride_d, prescale_ptr, start, CHUNK, DIM, KEYS)
+        part = tl.where(dropped, 0.0, x).to(x.dtype)
+        chunk = start + tl.arange(0, CHUNK)
+        if KEYS:
+            signs = hadamard_signs(channel, chunk, BLOCK, SIGNS)
+        else:
+            signs = hadamard_signs(chunk, channel, BLOCK, SIGNS)
+        if INTERPRETED:
+            part = part.to(tl.float32) * unit
+            if KEYS:
+                tile = tl.dot(signs, part, tile, input_precision="ieee")
+            else:
+                tile = tl.dot(part, signs, tile, input_precision="ieee")
+        elif HALVES:
+            tile = tl.dot(signs, part, tile) if KEYS else tl.dot(part, signs, tile)
+        elif x.dtype == tl.bfloat16:
+            part = (part.to(tl.float32) * unit).to(tl.bfloat16)
+            tile = tl.dot(signs, part, tile) if KEYS else tl.dot(part, signs, tile)
+        else:
+            high, middle, low = split(part * unit)
+            if KEYS:
+                tile = tl.dot(signs, high, tl.dot(signs, middle, tl.dot(signs, low, tile)))
+            else:
+                tile = tl.dot(high, signs, tl.dot(middle, signs, tl.dot(low, signs, tile)))
+    factor = unit if HALVES and not INTERPRETED else 1.0
+    return tile * (factor * BLOCK**-0.5)
 
 
 @triton.jit
@@ -58,8 +119,7 @@ def _load_rotated(
 ):
     """One tile, brought to magnitude 1 and rotated: ``[channel, token]`` of keys, ``[token, channel]`` of values, float32.
 
-    The channels are read twice where they do not fit one chunk: once for the tile's exponent, once for the product with the matrix of
-    signs. 16-bit inputs are exact operands of the tensor cores; anything else is three bfloat16 numbers that add up to it.
+    The channels are read twice where they do not fit one chunk: for the tile's exponent, and for the product with the matrix of signs.
 
     Returns
     -------
@@ -81,41 +141,24 @@ def _load_rotated(
         tl.static_assert(CHUNK == DIM_PADDED)
         return tl.where(dropped, 0.0, x.to(tl.float32)) * unit, exponent, broken
 
-    HALVES: tl.constexpr = x.dtype == tl.float16
-    SIGNS: tl.constexpr = tl.float32 if INTERPRETED else (tl.float16 if HALVES else tl.bfloat16)
-    if KEYS:
-        tile = tl.zeros([DIM_PADDED, TOKENS], tl.float32)
-    else:
-        tile = tl.zeros([TOKENS, DIM_PADDED], tl.float32)
-    index = tl.arange(0, DIM_PADDED)
-    for start in tl.static_range(0, DIM, CHUNK):
-        if DIM > CHUNK:
-            x = _load(x_ptr, token_offset, stride_d, prescale_ptr, start, CHUNK, DIM, KEYS)
-        x = tl.where(dropped, 0.0, x).to(x.dtype)
-        chunk = start + tl.arange(0, CHUNK)
+    if DIM_PADDED > _WIDEST:
+        # One product this wide would not leave its own accumulators enough registers.
+        low = _rotate(
+            x, x_ptr, token_offset, stride_d, prescale_ptr, dropped, unit, 0, _WIDEST, KEYS, DIM, CHUNK, BLOCK, INTERPRETED
+        )
+        high = _rotate(
+            x, x_ptr, token_offset, stride_d, prescale_ptr, dropped, unit, _WIDEST, _WIDEST, KEYS, DIM, CHUNK, BLOCK, INTERPRETED
+        )
+        both = tl.join(low, high)
         if KEYS:
-            signs = hadamard_signs(index, chunk, BLOCK, SIGNS)
+            tile = tl.reshape(tl.permute(both, (2, 0, 1)), (DIM_PADDED, TOKENS))
         else:
-            signs = hadamard_signs(chunk, index, BLOCK, SIGNS)
-        if INTERPRETED:
-            x = x.to(tl.float32) * unit
-            if KEYS:
-                tile = tl.dot(signs, x, tile, input_precision="ieee")
-            else:
-                tile = tl.dot(x, signs, tile, input_precision="ieee")
-        elif HALVES:
-            tile = tl.dot(signs, x, tile) if KEYS else tl.dot(x, signs, tile)
-        elif x.dtype == tl.bfloat16:
-            x = (x.to(tl.float32) * unit).to(tl.bfloat16)
-            tile = tl.dot(signs, x, tile) if KEYS else tl.dot(x, signs, tile)
-        else:
-            high, middle, low = split(x * unit)
-            if KEYS:
-                tile = tl.dot(signs, high, tl.dot(signs, middle, tl.dot(signs, low, tile)))
-            else:
-                tile = tl.dot(high, signs, tl.dot(middle, signs, tl.dot(low, signs, tile)))
-    factor = unit if HALVES and not INTERPRETED else 1.0
-    return tile * (factor * BLOCK**-0.5), exponent, broken
+            tile = tl.reshape(tl.permute(both, (0, 2, 1)), (TOKENS, DIM_PADDED))
+    else:
+        tile = _rotate(
+            x, x_ptr, token_offset, stride_d, prescale_ptr, dropped, unit, 0, DIM_PADDED, KEYS, DIM, CHUNK, BLOCK, INTERPRETED
+        )
+    return tile, exponent, broken
 
 
 @triton.jit
@@ -421,6 +464,11 @@ def quantize_tiles(
     iterations : int
         Rounds of variance normalization.
 
+    Raises
+    ------
+    ValueError
+        If a head_dim is no multiple of 8 or above 512.
+
     Notes
     -----
     KVarN, arXiv:2606.03458; computes what ``kvarn_hf.reference.quantize`` does.
@@ -457,8 +505,11 @@ def quantize_tiles(
         )
 
 
+@cache
 def _shape_constants(dim: int, bits: int, method: str) -> tuple[int, int, int, int, int, float, int]:
     """DIM, PADDED, CHUNK, BLOCK, BITS, NARROWEST, CANDIDATES of keys or values."""
+    if dim % 8 or not 8 <= dim <= LARGEST_HEAD_DIM:
+        raise ValueError(f"head_dim must be a multiple of 8 from 8 to {LARGEST_HEAD_DIM}, got {dim}")
     side = padded(dim)
     # A chunk of channels and its slice of the signs must fit the shared memory together.
     chunk = side if side <= 128 or method == "rtn" else 64
