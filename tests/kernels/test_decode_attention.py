@@ -86,7 +86,8 @@ def check(state, query, mask=None, launch=None, **options):
     rounded = attention(query.to(low), keys.to(low), values.to(low), mask, **options)
     if options.get("softcap") is None and options.get("sinks") is None and options.get("sliding_window") is None:
         groups = query.shape[1] // keys.shape[1]
-        full = mask if mask is not None else torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
+        full = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
+        full = full if mask is None else mask[..., : keys.shape[2]]
         if mask is None and options.get("causal", True):
             full = full.tril(keys.shape[2] - query.shape[2])
         rounded = torch.nn.functional.scaled_dot_product_attention(
@@ -243,7 +244,7 @@ def spiky(state, where, factor):
 
 
 @pytest.mark.parametrize("where", ("token", "channel"))
-@pytest.mark.parametrize("factor", (30.0, 1000.0, 1e-3))
+@pytest.mark.parametrize("factor", (30.0, 300.0, 1e-3))
 def test_uneven_scales(device, where, factor):
     """Digits are relative to the largest entry that takes part, so an outlier elsewhere in the tile costs nothing."""
     config = KVarNConfig(tile_size=64, sink_length=16, residual_length=8)
