@@ -182,9 +182,12 @@ def attend(
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if not uses_kernels(query.device):
         return folded_attention.attend(state, query, mask, scaling, softcap, sinks)
-    from kvarn_kernels.decode_attention import decode_attention
+    from kvarn_kernels.decode_attention import decode_attention, supported
 
     config, tiles, padding = state.config, state.tiles, state.padding
+    value_dim = state.dense.value_buffer.shape[3]
+    if not supported(query, value_dim, config.tile_size, config.key_bits, config.value_bits):
+        return None
     return decode_attention(
         query,
         tiles.keys,
@@ -201,6 +204,7 @@ def attend(
         value_bits=config.value_bits,
         rotated=config.method != "rtn",
         scaling=scaling,
+        causal=False,
         softcap=softcap,
         sinks=sinks,
     )
@@ -208,7 +212,10 @@ def attend(
 
 def can_attend(state: LayerState, tokens: int) -> bool:
     """Whether :func:`attend` takes this many query tokens over this state."""
-    return state.count > 0 and tokens <= MOST_QUERY_TOKENS and state.dense.key_buffer.device.type == "cpu"
+    if state.count == 0 or tokens > MOST_QUERY_TOKENS:
+        return False
+    keys = state.dense.key_buffer
+    return keys.device.type == "cpu" or (uses_kernels(keys.device) and keys.dtype != torch.float32)
 
 
 def _repeat_counted(x: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,0 +1,213 @@
+"""Decode speed of ``generate()`` on a model's shape with random weights, for several caches in one run."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
+
+from kvarn_hf.cache import KVarNCache
+
+SHAPES = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 512,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A cache to time: how to make it for a context, and the attention implementation it runs with."""
+
+    make: Callable[[PreTrainedConfig, int], Cache]
+    attention: str = "sdpa"
+
+
+CONTESTANTS = {
+    "dynamic": Contestant(lambda config, length: DynamicCache(config=config)),
+    "static": Contestant(lambda config, length: StaticCache(config=config, max_cache_len=length)),
+    "quanto": Contestant(lambda config, length: QuantizedCache(backend="quanto", config=config, nbits=4)),
+    "hqq": Contestant(
+        lambda config, length: QuantizedCache(backend="hqq", config=config, nbits=4, axis_key=1, axis_value=1)
+    ),
+    "kvarn": Contestant(lambda config, length: KVarNCache(config)),
+    "kvarn-attention": Contestant(lambda config, length: KVarNCache(config), attention="kvarn"),
+    "kvarn-dense": Contestant(lambda config, length: KVarNCache(config, fused=False)),
+    "kvarn-k2v2": Contestant(lambda config, length: KVarNCache(config, "kvarn_k2v2_g128")),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One row: median milliseconds of a decode step, and memory in GiB after filling the cache and at the peak."""
+
+    cache: str
+    batch: int
+    context: int
+    step_ms: float | None
+    cache_gib: float | None
+    peak_gib: float | None
+    failure: str | None = None
+
+
+def generate(
+    shape: str = "llama-3.1-8b",
+    contexts: Sequence[int] = (2048, 8192, 32768),
+    batches: Sequence[int] = (1, 8),
+    caches: Sequence[str] = ("dynamic", "quanto", "hqq", "kvarn", "kvarn-attention"),
+    new_tokens: int = 64,
+    device: str = "cuda",
+) -> list[dict[str, Any]]:
+    """Time decode steps of ``generate()`` with every cache, at every batch and context.
+
+    The cache is filled with random keys and values, not by a prefill, so that a run takes minutes. Then ``generate()``
+    produces ``new_tokens`` tokens twice; the second time counts. Rows are printed as they come.
+
+    Parameters
+    ----------
+    shape : str
+        A key of :data:`SHAPES`.
+    contexts, batches : sequence of int
+        Tokens in the cache, and rows.
+    caches : sequence of str
+        Keys of :data:`CONTESTANTS`.
+    new_tokens : int
+        Steps to time.
+    device : str
+        Where to run.
+
+    Returns
+    -------
+    list of dict
+        The fields of :class:`Timing`.
+    """
+    for name, value, allowed in (("shape", [shape], SHAPES), ("caches", list(caches), CONTESTANTS)):
+        unknown = [v for v in value if v not in allowed]
+        if unknown:
+            raise ValueError(f"{name} must be of {', '.join(allowed)}, got {unknown[0]!r}")
+    console = Console()
+    model = _random_model(shape, max(contexts) + 2 * new_tokens + 2, device)
+    rows: list[Timing] = []
+    with Progress(console=console) as progress, torch.inference_mode():
+        task = progress.add_task("decoding", total=len(batches) * len(contexts) * len(caches))
+        for batch in batches:
+            for context in contexts:
+                for name in caches:
+                    rows.append(_time(model, name, batch, context, new_tokens))
+                    console.print(_line(rows[-1]))
+                    progress.advance(task)
+    console.print(_table(rows, shape))
+    return [asdict(row) for row in rows]
+
+
+def _random_model(shape: str, length: int, device: str) -> torch.nn.Module:
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=length, dtype=torch.bfloat16)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> Timing:
+    contestant = CONTESTANTS[name]
+    model.set_attn_implementation(contestant.attention)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    try:
+        cache = contestant.make(model.config, context + 2 * new_tokens + 2)
+        _fill(cache, model, batch, context)
+        held = torch.cuda.memory_allocated() - base
+        torch.cuda.reset_peak_memory_stats()
+        steps: list[float] = []
+        for _ in range(2):
+            length = int(cache.get_seq_length())
+            ids = torch.randint(1, model.config.vocab_size, (batch, length + 1), device=model.device)
+            torch.cuda.synchronize()
+            clock = _StepClock()
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                stopping_criteria=[clock],
+            )
+            steps = clock.steps()
+        peak = torch.cuda.max_memory_allocated() - base
+        return Timing(name, batch, context, 1e3 * statistics.median(steps), held / 2**30, peak / 2**30)
+    except Exception as error:  # a competitor that fails is a row of the table, not the end of the run
+        return Timing(name, batch, context, None, None, None, f"{type(error).__name__}: {error}"[:200])
+
+
+class _StepClock:
+    """A stopping criterion that never stops, and notes when it was asked."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def steps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+
+
+def _fill(cache: Cache, model: Any, batch: int, context: int) -> None:
+    config = model.config
+    shape = (batch, config.num_key_value_heads, context, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        keys = torch.randn(shape, dtype=model.dtype, device=model.device)
+        values = torch.randn(shape, dtype=model.dtype, device=model.device)
+        cache.update(keys, values, layer)
+
+
+def _line(row: Timing) -> str:
+    if row.failure is not None:
+        return f"{row.cache} batch {row.batch} context {row.context}: {row.failure}"
+    return (
+        f"{row.cache} batch {row.batch} context {row.context}: {row.step_ms:.2f} ms a step, "
+        f"{row.cache_gib:.2f} GiB held, {row.peak_gib:.2f} GiB peak"
+    )
+
+
+def _table(rows: Sequence[Timing], shape: str) -> Table:
+    table = Table(title=f"generate(), {shape} shape, bfloat16, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for column in ("batch", "context", "cache", "ms a step", "vs dynamic", "GiB held", "GiB peak"):
+        table.add_column(column, justify="right")
+    dense = {(r.batch, r.context): r.step_ms for r in rows if r.cache == "dynamic"}
+    for r in rows:
+        base = dense.get((r.batch, r.context))
+        ratio = f"{base / r.step_ms:.2f}x" if base and r.step_ms else "-"
+        figures = ["-" if x is None else f"{x:.2f}" for x in (r.step_ms, r.cache_gib, r.peak_gib)]
+        table.add_row(str(r.batch), str(r.context), r.cache, figures[0], ratio, *figures[1:])
+    return table
