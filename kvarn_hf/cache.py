@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from kvarn_hf import serialization
 from kvarn_hf.config import KVarNConfig
@@ -89,12 +89,10 @@ class KVarNCache(DynamicCache):
         If it fails (out of memory, an interrupt, bad input), the layers already updated in the same forward pass are
         taken back too: the cache holds the tokens it held, in every layer, and can be used.
         """
-        grown = layer_idx >= len(self.layers)
         while len(self.layers) <= layer_idx:
             new = DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer()
             self.layers.append(new)
-        if self._before and layer_idx <= self._before[-1][0]:
-            self._before.clear()  # a new forward pass
+        self._begin_pass(layer_idx)
         layer: Any = self.layers[layer_idx]
         self._before.append((layer_idx, _remember(layer)))
         if isinstance(layer, KVarNLayer):
@@ -107,8 +105,7 @@ class KVarNCache(DynamicCache):
                 _restore(self.layers[index], held)
             self._before.clear()
             raise
-        self._last_layer = max(self._last_layer, layer_idx)
-        if layer_idx == self._last_layer and not grown:
+        if layer_idx == self._last_layer:
             self._before.clear()
         return states
 
@@ -214,6 +211,7 @@ class KVarNCache(DynamicCache):
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in Transformers, for models with linear attention."""
         self._require_config()
+        self._remember_linear(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
@@ -221,7 +219,20 @@ class KVarNCache(DynamicCache):
     ) -> torch.Tensor:
         """As in Transformers, for models with linear attention."""
         self._require_config()
+        self._remember_linear(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def _begin_pass(self, layer_idx: int) -> None:
+        # Which layer ends a forward pass is known once the second one begins.
+        if self._before and layer_idx <= self._before[-1][0]:
+            self._last_layer = max(self._last_layer, self._before[-1][0])
+            self._before.clear()
+
+    def _remember_linear(self, layer_idx: int) -> None:
+        # Called for each of the layer's states; the first call sees all of them as they were.
+        if not self._before or self._before[-1][0] != layer_idx:
+            self._begin_pass(layer_idx)
+            self._before.append((layer_idx, _remember(self.layers[layer_idx])))
 
     def _new_layer(self) -> KVarNLayer:
         return KVarNLayer(self.kvarn, self._latent_dims)
@@ -276,7 +287,15 @@ def _remember(layer: Any) -> Any:
         return layer.remember()
     if type(layer) is DynamicLayer:
         return layer.get_seq_length()
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return _copied(vars(layer))  # it writes its states in place
     return vars(layer).copy()
+
+
+def _copied(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {name: _copied(value) for name, value in item.items()}
+    return item.detach().clone() if isinstance(item, torch.Tensor) else item
 
 
 def _restore(layer: Any, held: Any) -> None:
