@@ -28,6 +28,32 @@ def quotient(x, divisor, inverse, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x, INTERPRETED: tl.constexpr):
+    """``1 / x`` of normal float32 values, to the last bit or so, in one instruction."""
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def inverse_root(x, INTERPRETED: tl.constexpr):
+    """``x ** -0.5`` of normal float32 values, to the last bit or so, in one instruction; infinity for zero."""
+    if INTERPRETED:
+        return tl.where(x > 0, tl.rsqrt(tl.where(x > 0, x, 1.0)), float("inf"))
+    return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def saturated(x, factor, addend, INTERPRETED: tl.constexpr):
+    """``x * factor + addend``, clamped to [0, 1] by the same instruction; all of one shape."""
+    if INTERPRETED:
+        return clamp(x * factor + addend, 0.0, 1.0)
+    return tl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, factor, addend], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def exponent_of(x):
     """``floor(log2(x))`` of non-negative float32 values, clamped to [-100, 100]; 0 for zero."""
     exponent = (x.to(tl.int32, bitcast=True) >> 23) - 127

@@ -1,7 +1,7 @@
 """Variance normalization of a tile that lies in registers, ``[rows, columns]``, rows carrying the rounding grid.
 
-Scales are kept themselves where the reference keeps their logarithms: adding a clamped log standard deviation is multiplying by
-the clamped standard deviation. Reference: ``kvarn_hf/reference/normalize.py``.
+Inverse scales are kept where the reference keeps logarithms: adding a clamped log standard deviation is multiplying by the clamped
+standard deviation. Reference: ``kvarn_hf/reference/normalize.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvarn_kernels.arithmetic import clamp, inside, inside_vector
+from kvarn_kernels.arithmetic import clamp, inside, inside_vector, inverse_root
 
 _STD_MIN, _STD_MAX = tl.constexpr(1e-3), tl.constexpr(1e3)
 _SCALE_MIN, _SCALE_MAX = tl.constexpr(0.7408182206817179), tl.constexpr(22026.465794806718)  # exp(-0.3), exp(10)
@@ -17,44 +17,51 @@ _TIE = tl.constexpr(1e-5)  # converged states differ by rounding noise alone: th
 
 
 @triton.jit
-def _column_std(x, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Standard deviation of every column of ``x * factor[:, None]``, by two passes: a mean may dwarf it."""
+def _column_variance(x, factor, ROWS: tl.constexpr):
+    """Variance of every column of ``x * factor[:, None]``, by two passes: a mean may dwarf the deviation."""
     mean = tl.sum(x * factor[:, None], 0) * (1.0 / ROWS)
     residue = inside(x * factor[:, None] - mean[None, :], ROWS, x.shape[1], 0.0)
-    return tl.sqrt(tl.sum(residue * residue, 0) * (1.0 / ROWS))
+    return tl.sum(residue * residue, 0) * (1.0 / ROWS)
 
 
 @triton.jit
-def _row_std(x, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Standard deviation of every row of ``x * factor[None, :]``."""
+def _row_variance(x, factor, COLUMNS: tl.constexpr):
+    """Variance of every row of ``x * factor[None, :]``."""
     mean = tl.sum(x * factor[None, :], 1) * (1.0 / COLUMNS)
     residue = inside(x * factor[None, :] - mean[:, None], x.shape[0], COLUMNS, 0.0)
-    return tl.sqrt(tl.sum(residue * residue, 1) * (1.0 / COLUMNS))
+    return tl.sum(residue * residue, 1) * (1.0 / COLUMNS)
 
 
 @triton.jit
-def _std(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Standard deviation of the whole tile."""
+def _inverse_spread(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One over the standard deviation of the whole tile, 1 where that is zero."""
     mean = tl.sum(tl.sum(x, 1), 0) * (1.0 / (ROWS * COLUMNS))
     residue = inside(x - mean, ROWS, COLUMNS, 0.0)
-    return tl.sqrt(tl.sum(tl.sum(residue * residue, 1), 0) * (1.0 / (ROWS * COLUMNS)))
+    variance = tl.sum(tl.sum(residue * residue, 1), 0) * (1.0 / (ROWS * COLUMNS))
+    return tl.where(variance > 0, 1.0 / tl.sqrt(tl.where(variance > 0, variance, 1.0)), 1.0)
 
 
 @triton.jit
-def _scaled(scale, std):
-    return clamp(scale * std, _SCALE_MIN, _SCALE_MAX)
+def _next(inverse, inverse_std):
+    """One over ``clamp(scale * clamp(std / scale, 1e-3, 1e3), exp(-0.3), exp(10))``, from one over scale and std."""
+    ratio = clamp(inverse_std, inverse * _STD_MIN, inverse * _STD_MAX)
+    return clamp(ratio, 1.0 / _SCALE_MAX, 1.0 / _SCALE_MIN)
 
 
 @triton.jit
-def variance_normalize(x, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns' scale ``[columns]`` that evens out the variance of columns and rows, relative to the tile's own."""
-    spread = _std(x, ROWS, COLUMNS)
-    unit = 1.0 / tl.where(spread > 0, spread, 1.0)
+def variance_normalize(
+    x, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """One over the columns' scale, ``[columns]``, that evens out the variance of columns and rows, relative to the tile's own.
+
+    Only inverses are kept: a vector along the columns stands in every thread many times over, and is as dear as half the tile.
+    """
+    unit = _inverse_spread(x, ROWS, COLUMNS)
     row = tl.full([x.shape[0]], 1.0, tl.float32)
     column = tl.full([x.shape[1]], 1.0, tl.float32)
     for _ in range(ITERATIONS):
-        column = _scaled(column, clamp(_column_std(x, unit / row, ROWS, COLUMNS) / column, _STD_MIN, _STD_MAX))
-        row = _scaled(row, clamp(_row_std(x, unit / column, ROWS, COLUMNS) / row, _STD_MIN, _STD_MAX))
+        column = _next(column, inverse_root(_column_variance(x, row * unit, ROWS), INTERPRETED))
+        row = _next(row, inverse_root(_row_variance(x, column * unit, COLUMNS), INTERPRETED))
     return column
 
 
@@ -64,20 +71,25 @@ def _range(std, COUNT: tl.constexpr):
 
 
 @triton.jit
-def variance_normalize_published(x, magnitude, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns' scale ``[columns]`` of Algorithm 1 of arXiv:2606.03458 for the tile ``x * magnitude``: absolute clamps, and the
-    state with the lowest imbalance of all that were seen."""
+def variance_normalize_published(
+    x, magnitude, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """One over the columns' scale, ``[columns]``, of Algorithm 1 of arXiv:2606.03458 for the tile ``x * magnitude``: absolute clamps,
+    and the state with the lowest imbalance of all that were seen."""
     row = tl.full([x.shape[0]], 1.0, tl.float32)
     column = tl.full([x.shape[1]], 1.0, tl.float32)
+    unit = 1.0 / magnitude
     best_column = column
     best = float("inf")
     for _ in range(ITERATIONS + 1):
-        column_std = clamp(_column_std(x, 1.0 / row, ROWS, COLUMNS) * magnitude / column, _STD_MIN, _STD_MAX)
-        row_std = clamp(_row_std(x, 1.0 / column, ROWS, COLUMNS) * magnitude / row, _STD_MIN, _STD_MAX)
-        imbalance = _range(column_std, COLUMNS) + _range(row_std, ROWS)
-        better = imbalance < best * (1 - _TIE)
+        # The magnitude is applied behind the squares, which it could carry out of float32.
+        column_root = inverse_root(_column_variance(x, row, ROWS), INTERPRETED) * unit
+        row_root = inverse_root(_row_variance(x, column, COLUMNS), INTERPRETED) * unit
+        column_spread = _range(clamp(column_root / column, _STD_MIN, _STD_MAX), COLUMNS)
+        row_spread = _range(clamp(row_root / row, _STD_MIN, _STD_MAX), ROWS)
+        better = column_spread + row_spread < best * (1 - _TIE)
         best_column = tl.where(better, column, best_column)
-        best = tl.where(better, imbalance, best)
-        column = _scaled(column, column_std)
-        row = _scaled(row, clamp(_row_std(x, 1.0 / column, ROWS, COLUMNS) * magnitude / row, _STD_MIN, _STD_MAX))
+        best = tl.where(better, column_spread + row_spread, best)
+        column = _next(column, column_root)
+        row = _next(row, inverse_root(_row_variance(x, column, COLUMNS), INTERPRETED) * unit)
     return best_column

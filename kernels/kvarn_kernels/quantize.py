@@ -18,12 +18,13 @@ from kvarn_kernels.arithmetic import (
     inside,
     inside_vector,
     power_of_two,
+    reciprocal,
 )
 from kvarn_kernels.launch import on_device_of, padded, rotation_block
 from kvarn_kernels.normalize import variance_normalize, variance_normalize_published
 from kvarn_kernels.packing import store_key_codes, store_value_codes
 from kvarn_kernels.rotation import hadamard_signs, split
-from kvarn_kernels.rounding import encode, full_range_grid, norm_ratio, refit_columns, refit_grid, search_grid
+from kvarn_kernels.rounding import encode, encode_scaled, full_range_grid, norm_ratio, refit_columns, refit_grid, search_grid
 
 # Smallest share of a row's range that the grid may span, and how many spans are tried, by bits.
 _CLIP_SEARCH = {2: (0.45, 12), 3: (0.6, 9), 4: (0.76, 7), 8: (1.0, 1)}
@@ -47,6 +48,38 @@ def _load(x_ptr, token_offset, stride_d, prescale_ptr, start, WIDTH: tl.constexp
 
 
 @triton.jit
+def _add_product(
+    tile, x, channel, start, dropped, unit, KEYS: tl.constexpr, BLOCK: tl.constexpr, SIGNS: tl.constexpr
+):
+    """``tile`` plus the product of the matrix of signs with ``x``, the channels from ``start`` on, at magnitude 1.
+
+    16-bit inputs are exact operands of the tensor cores; anything else is three bfloat16 numbers that add up to it.
+    """
+    x = tl.where(dropped, 0.0, x).to(x.dtype)
+    chunk = start + tl.arange(0, x.shape[0] if KEYS else x.shape[1])
+    if KEYS:
+        signs = hadamard_signs(channel, chunk, BLOCK, SIGNS)
+    else:
+        signs = hadamard_signs(chunk, channel, BLOCK, SIGNS)
+    if SIGNS == tl.float32:  # interpreted
+        x = x.to(tl.float32) * unit
+        if KEYS:
+            return tl.dot(signs, x, tile, input_precision="ieee")
+        else:
+            return tl.dot(x, signs, tile, input_precision="ieee")
+    elif x.dtype == tl.float32:
+        high, middle, low = split(x * unit)
+        if KEYS:
+            return tl.dot(signs, high, tl.dot(signs, middle, tl.dot(signs, low, tile)))
+        else:
+            return tl.dot(high, signs, tl.dot(middle, signs, tl.dot(low, signs, tile)))
+    else:
+        if x.dtype == tl.bfloat16:
+            x = (x.to(tl.float32) * unit).to(tl.bfloat16)
+        return tl.dot(signs, x, tile) if KEYS else tl.dot(x, signs, tile)
+
+
+@triton.jit
 def _rotate(
     x,
     x_ptr,
@@ -63,8 +96,7 @@ def _rotate(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """WIDTH channels of the rotated tile from ``first`` on, by a product with the matrix of signs; ``x`` is its only chunk, if it has
-    only one. 16-bit inputs are exact operands of the tensor cores; anything else is three bfloat16 numbers that add up to it."""
+    """WIDTH channels of the rotated tile from ``first`` on; ``x`` is the tile, if it is one chunk."""
     TOKENS: tl.constexpr = token_offset.shape[0]
     HALVES: tl.constexpr = x.dtype == tl.float16
     SIGNS: tl.constexpr = tl.float32 if INTERPRETED else (tl.float16 if HALVES else tl.bfloat16)
@@ -73,32 +105,12 @@ def _rotate(
     else:
         tile = tl.zeros([TOKENS, WIDTH], tl.float32)
     channel = first + tl.arange(0, WIDTH)
-    for start in tl.static_range(0, DIM, CHUNK):
-        if DIM > CHUNK:
-            x = _load(x_ptr, token_offset, stride_d, prescale_ptr, start, CHUNK, DIM, KEYS)
-        part = tl.where(dropped, 0.0, x).to(x.dtype)
-        chunk = start + tl.arange(0, CHUNK)
-        if KEYS:
-            signs = hadamard_signs(channel, chunk, BLOCK, SIGNS)
-        else:
-            signs = hadamard_signs(chunk, channel, BLOCK, SIGNS)
-        if INTERPRETED:
-            part = part.to(tl.float32) * unit
-            if KEYS:
-                tile = tl.dot(signs, part, tile, input_precision="ieee")
-            else:
-                tile = tl.dot(part, signs, tile, input_precision="ieee")
-        elif HALVES:
-            tile = tl.dot(signs, part, tile) if KEYS else tl.dot(part, signs, tile)
-        elif x.dtype == tl.bfloat16:
-            part = (part.to(tl.float32) * unit).to(tl.bfloat16)
-            tile = tl.dot(signs, part, tile) if KEYS else tl.dot(part, signs, tile)
-        else:
-            high, middle, low = split(part * unit)
-            if KEYS:
-                tile = tl.dot(signs, high, tl.dot(signs, middle, tl.dot(signs, low, tile)))
-            else:
-                tile = tl.dot(high, signs, tl.dot(middle, signs, tl.dot(low, signs, tile)))
+    if DIM > CHUNK:
+        for start in range(0, DIM, CHUNK):
+            part = _load(x_ptr, token_offset, stride_d, prescale_ptr, start, CHUNK, DIM, KEYS)
+            tile = _add_product(tile, part, channel, start, dropped, unit, KEYS, BLOCK, SIGNS)
+    else:
+        tile = _add_product(tile, x, channel, 0, dropped, unit, KEYS, BLOCK, SIGNS)
     factor = unit if HALVES and not INTERPRETED else 1.0
     return tile * (factor * BLOCK**-0.5)
 
@@ -162,11 +174,19 @@ def _load_rotated(
 
 
 @triton.jit
-def _column_scale(x, exponent, METHOD: tl.constexpr, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _inverse_column_scale(
+    x,
+    exponent,
+    METHOD: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     if METHOD == "kvarn":
-        return variance_normalize(x, ITERATIONS, ROWS, COLUMNS)
+        return variance_normalize(x, ITERATIONS, ROWS, COLUMNS, INTERPRETED)
     elif METHOD == "published":
-        return variance_normalize_published(x, power_of_two(exponent), ITERATIONS, ROWS, COLUMNS)
+        return variance_normalize_published(x, power_of_two(exponent), ITERATIONS, ROWS, COLUMNS, INTERPRETED)
     else:
         return tl.full([x.shape[1]], 1.0, tl.float32)
 
@@ -216,19 +236,21 @@ def _quantize_keys(
         METHOD != "rtn",
         INTERPRETED,
     )  # [channel, token]
-    token_scale = half(_column_scale(x, exponent, METHOD, ITERATIONS, DIM, TILE))
+    inverse = _inverse_column_scale(x, exponent, METHOD, ITERATIONS, DIM, TILE, INTERPRETED)
+    token_scale = half(reciprocal(inverse, INTERPRETED))
+    inverse = reciprocal(token_scale, INTERPRETED)
     if METHOD == "kvarn":
         energy = tl.sum(x * x, 0)
-        x = x * (1.0 / token_scale)[None, :]
-        scale, zero_point = search_grid(x, BITS, 4, NARROWEST, CANDIDATES, TILE)
+        x = x * inverse[None, :]
+        scale, zero_point = search_grid(x, BITS, 4, NARROWEST, CANDIDATES, TILE, INTERPRETED)
     else:
-        x = x * (1.0 / token_scale)[None, :]
+        x = x * inverse[None, :]
         scale, zero_point = full_range_grid(x, BITS, TILE)
     scale, zero_point = half_scale(scale), half(zero_point)
     codes = encode(x, scale, zero_point, BITS, INTERPRETED)
     if METHOD == "kvarn":
         grid = inside(codes * scale[:, None] + zero_point[:, None], DIM, TILE, 0.0)
-        token_scale *= norm_ratio(energy, tl.sum(grid * grid, 0) * (token_scale * token_scale))
+        token_scale *= norm_ratio(energy, tl.sum(grid * grid, 0) * (token_scale * token_scale), INTERPRETED)
     scale, zero_point, token_scale = _fold_exponent(scale, zero_point, token_scale, exponent, TILE)
     store_key_codes(codes_ptr, codes, BITS, DIM)
     d, t = tl.arange(0, DIM_PADDED), tl.arange(0, TILE)
@@ -271,25 +293,24 @@ def _quantize_values(
         METHOD != "rtn",
         INTERPRETED,
     )  # [token, channel]
-    channel_scale = _column_scale(x, exponent, METHOD, ITERATIONS, TILE, DIM)
+    inverse = _inverse_column_scale(x, exponent, METHOD, ITERATIONS, TILE, DIM, INTERPRETED)
     if METHOD == "kvarn":
-        channel_scale = inside_vector(channel_scale, DIM, 0.0)
-        inverse = inside_vector(1.0 / channel_scale, DIM, 0.0)
-        scale, zero_point = search_grid(x * inverse[None, :], BITS, 2, NARROWEST, CANDIDATES, DIM)
-        codes = encode(x * inverse[None, :], scale, zero_point, BITS, INTERPRETED)
+        channel_scale = inside_vector(reciprocal(inverse, INTERPRETED), DIM, 0.0)
+        scale, zero_point = search_grid(x * inverse[None, :], BITS, 2, NARROWEST, CANDIDATES, DIM, INTERPRETED)
+        codes = encode_scaled(x, inverse, scale, zero_point, BITS, INTERPRETED)
         for _ in range(2):
             scale, zero_point = refit_grid(x, codes, channel_scale, scale, zero_point)
             grid = codes * scale[:, None] + zero_point[:, None]
-            channel_scale = inside_vector(refit_columns(x, grid, channel_scale), DIM, 0.0)
-            inverse = inside_vector(1.0 / channel_scale, DIM, 0.0)
-            codes = encode(x * inverse[None, :], scale, zero_point, BITS, INTERPRETED)
+            channel_scale = inside_vector(refit_columns(x, grid, channel_scale, INTERPRETED), DIM, 0.0)
+            inverse = reciprocal(tl.where(channel_scale > 0, channel_scale, 1.0), INTERPRETED)
+            codes = encode_scaled(x, inverse, scale, zero_point, BITS, INTERPRETED)
         scale, zero_point = refit_grid(x, codes, channel_scale, scale, zero_point)
         x_hat = (codes * scale[:, None] + zero_point[:, None]) * channel_scale[None, :]
-        ratio = norm_ratio(tl.sum(x * x, 1), tl.sum(x_hat * x_hat, 1))
+        ratio = norm_ratio(tl.sum(x * x, 1), tl.sum(x_hat * x_hat, 1), INTERPRETED)
         scale, zero_point = half_scale(scale * ratio), half(zero_point * ratio)
     else:
-        channel_scale = half(channel_scale)
-        x = x * (1.0 / channel_scale)[None, :]
+        channel_scale = half(reciprocal(inverse, INTERPRETED))
+        x = x * reciprocal(channel_scale, INTERPRETED)[None, :]
         scale, zero_point = full_range_grid(x, BITS, DIM)
         scale, zero_point = half_scale(scale), half(zero_point)
         codes = encode(x, scale, zero_point, BITS, INTERPRETED)

@@ -8,14 +8,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvarn_kernels.arithmetic import clamp, inside, positive, quotient, round_half_even
+from kvarn_kernels.arithmetic import clamp, inside, inverse_root, positive, quotient, reciprocal, round_half_even, saturated
 
 
 @triton.jit
 def encode(x, scale, zero_point, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Codes as floats: ``clamp(round((x - zero_point) / scale), 0, 2**BITS - 1)``, ties to even."""
+    """Codes as floats: ``clamp(round((x - zero_point) / scale), 0, 2**BITS - 1)``, ties to even, exactly."""
     position = quotient(x - zero_point[:, None], scale[:, None], (1.0 / scale)[:, None], INTERPRETED)
     return round_half_even(clamp(position, 0.0, 2.0**BITS - 1))
+
+
+@triton.jit
+def encode_scaled(x, column_factor, scale, zero_point, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Codes of ``x * column_factor``, as :func:`encode` but for the last bit of the quotient."""
+    LEVELS: tl.constexpr = 2.0**BITS - 1
+    offset = x * column_factor[None, :] - zero_point[:, None]
+    factor = tl.broadcast_to((1.0 / (scale * LEVELS))[:, None], x.shape)
+    return round_half_even(saturated(offset, factor, tl.zeros(x.shape, tl.float32), INTERPRETED) * LEVELS)
 
 
 @triton.jit
@@ -40,11 +49,12 @@ def search_grid(
     NARROWEST: tl.constexpr,
     CANDIDATES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Of the grids that span a share of each row's range, from 1 down to NARROWEST, the one with the smallest
     ``sum(|error| ** POWER)``; the first of equals.
 
-    With ``u = (x - min) / (max - min)`` every candidate's position on its grid is ``slope * u - offset`` with numbers that are the
+    With ``u = (x - min) / (max - min)`` every candidate's position on its grid is ``slope * u + offset`` with numbers that are the
     same for all rows, and the row's own span drops out of the comparison.
     """
     LEVELS: tl.constexpr = 2.0**BITS - 1
@@ -57,9 +67,12 @@ def search_grid(
         # A loop and not unrolled: straight-line code of this size would not fit the instruction cache.
         for i in range(CANDIDATES):
             share = 1.0 - i * ((1.0 - NARROWEST) / (CANDIDATES - 1))
-            slope = LEVELS / share
-            position = u * slope - (slope - LEVELS) * 0.5
-            miss = round_half_even(clamp(position, 0.0, LEVELS)) - position
+            slope = 1.0 / share
+            offset = (1.0 - slope) * 0.5
+            nearest = saturated(
+                u, tl.full(u.shape, slope, tl.float32), tl.full(u.shape, offset, tl.float32), INTERPRETED
+            )
+            miss = round_half_even(nearest * LEVELS) - (u * (slope * LEVELS) + offset * LEVELS)
             miss = inside(miss * miss, x.shape[0], COLUMNS, 0.0)
             if POWER == 2:
                 error = tl.sum(miss, 1) * (share * share)
@@ -92,16 +105,17 @@ def refit_grid(x, codes, column_scale, scale, zero_point):
 
 
 @triton.jit
-def refit_columns(x, grid_values, column_scale):
+def refit_columns(x, grid_values, column_scale, INTERPRETED: tl.constexpr):
     """Least-squares column scale of ``x ~ column_scale * grid_values``; where it would not be positive, the one given."""
     energy = tl.sum(grid_values * grid_values, 0)
     product = tl.sum(x * grid_values, 0)
-    return tl.where(product > 1e-6 * energy, product / tl.where(energy > 0, energy, 1.0), column_scale)
+    new_scale = product * reciprocal(tl.where(energy > 0, energy, 1.0), INTERPRETED)
+    return tl.where(product > 1e-6 * energy, new_scale, column_scale)
 
 
 @triton.jit
-def norm_ratio(energy, energy_hat):
+def norm_ratio(energy, energy_hat, INTERPRETED: tl.constexpr):
     """``clamp(|x| / |x_hat|, 1/2, 2)`` from both sums of squares; 1 where either is zero."""
     known = (energy > 0) & (energy_hat > 0)
-    ratio = tl.sqrt(energy) / tl.sqrt(tl.where(known, energy_hat, 1.0))
-    return clamp(tl.where(known, ratio, 1.0), 0.5, 2.0)
+    energy, energy_hat = tl.where(known, energy, 1.0), tl.where(known, energy_hat, 1.0)
+    return clamp(energy * inverse_root(energy, INTERPRETED) * inverse_root(energy_hat, INTERPRETED), 0.5, 2.0)
