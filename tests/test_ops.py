@@ -1,0 +1,206 @@
+"""Which path is taken where, and that cutting the work into chunks changes nothing."""
+
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+
+from kvarn_hf import KVarNCache, KVarNConfig, ops
+from kvarn_hf.reference.quantize import quantize_keys, quantize_values
+from kvarn_hf.tiles import PackedTiles
+
+CPU = torch.device("cpu")
+CUDA_0, CUDA_1 = torch.device("cuda", 0), torch.device("cuda", 1)
+TILE = 64
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that GPUs of some capability are there."""
+
+    def pretend(capability, hip=None, triton=True):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        if not triton:
+            monkeypatch.setitem(sys.modules, "triton", None)
+
+    ops._kernels_run_on.cache_clear()
+    yield pretend
+    ops._kernels_run_on.cache_clear()
+
+
+def test_cpu_tensors_never_reach_a_kernel_nor_query_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: pytest.fail("queried a GPU"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not ops.uses_kernels(CPU)
+        assert not ops.uses_kernels(torch.device("meta"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+def test_kernels_run_on_new_gpus(gpu, capability):
+    pytest.importorskip("triton")
+    gpu(capability)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.uses_kernels(CUDA_0)
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        ({"capability": (7, 5)}, "need compute capability 8.0 or newer, this GPU has 7.5"),
+        ({"capability": (7, 0), "triton": False}, "this GPU has 7.0"),
+        ({"capability": (9, 4), "hip": "6.2"}, "tested on NVIDIA GPUs only"),
+        ({"capability": (9, 0), "triton": False}, "Triton is not installed"),
+    ],
+)
+def test_elsewhere_plain_torch_with_one_warning(gpu, machine, reason):
+    gpu(**machine)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not any(ops.uses_kernels(CUDA_0) for _ in range(5))
+        assert len(caught) == 1
+        assert not ops.uses_kernels(CUDA_1)
+    assert len(caught) == 2
+    for index, warning in enumerate(caught):
+        assert f"cuda:{index}" in str(warning.message)
+        assert reason in str(warning.message)
+        assert "\n" not in str(warning.message)
+
+
+def test_works_without_triton():
+    """A fresh interpreter in which neither Triton nor the kernels can be imported."""
+    script = """
+        import sys
+        sys.modules["triton"] = sys.modules["kvarn_kernels"] = None
+        import torch
+        from kvarn_hf import KVarNCache
+        cache = KVarNCache(kvarn="kvarn_k4v2_g64")
+        x = torch.randn(1, 2, 600, 32)
+        cache.update(x, x, 0)
+        keys, values = cache.update(x[:, :, :1], x[:, :, :1], 0)
+        assert cache.report()["tiles"] == 5 and keys.shape == values.shape == (1, 2, 601, 32)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=240)
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(keys, values, config, prescale=None, first=None, position=0, before=0):
+    batch, heads, tokens, key_dim = keys.shape
+    count = tokens // config.tile_size
+    tiles = PackedTiles.allocate(batch, heads, key_dim, values.shape[3], config, before + count, CPU)
+    for tensor in tiles.tensors:
+        tensor.fill_(7)
+    tiles = tiles.truncated(before)
+    ops.quantize(keys, values, prescale, tiles, config, position, first)
+    return tiles.truncated(before + count)
+
+
+def assert_same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("elements", [1, 3 * 2 * 3 * TILE * 32, 1 << 30])
+@pytest.mark.parametrize("method", ["kvarn", "published", "hadamard", "rtn"])
+def test_chunks_change_nothing(monkeypatch, elements, method):
+    config = KVarNConfig(tile_size=TILE, method=method, key_bits=3)
+    keys, values = gaussian(2, 3, 7 * TILE, 32), gaussian(2, 3, 7 * TILE, 48, seed=1)
+    prescale = (1 + gaussian(2, 3, 32, seed=2).abs()).half()
+
+    def cache():
+        cache = KVarNCache(kvarn=config.replace(sink_length=16, residual_length=32))
+        cache.update(keys, values, 0)
+        return cache.layers[0].keys, cache.layers[0].values
+
+    tiles, read = quantized(keys, values, config, prescale), cache()
+    monkeypatch.setattr(ops, "_CHUNK_ELEMENTS", elements)
+    again = quantized(keys, values, config, prescale)
+    assert_same(again.filled()[0], tiles.filled()[0])
+    assert_same(again.filled()[1], tiles.filled()[1])
+    assert_same(cache(), read)
+
+
+def test_chunks_cover_every_tile_once(monkeypatch):
+    for elements in (1, 100, 1000):
+        monkeypatch.setattr(ops, "_CHUNK_ELEMENTS", elements)
+        for count in (0, 1, 2, 17):
+            chunks = ops._chunks(count, torch.empty(10, 10))
+            assert [i for part in chunks for i in range(count)[part]] == list(range(count))
+
+
+def test_fills_the_slots_behind_those_in_use():
+    config = KVarNConfig(tile_size=TILE)
+    keys, values = gaussian(2, 1, 2 * TILE, 16), gaussian(2, 1, 2 * TILE, 16, seed=1)
+    tiles = quantized(keys, values, config, before=3)
+    expected = quantized(keys, values, config)
+    for ours, theirs in zip(tiles.filled(), expected.filled(), strict=True):
+        assert_same([t[:, :, 3:] for t in ours], theirs)
+        assert all((t[:, :, :3] == 7).all() for t in ours)
+
+
+def test_tiles_are_those_of_the_reference():
+    config = KVarNConfig(tile_size=TILE)
+    keys, values = gaussian(2, 3, 2 * TILE, 32), gaussian(2, 3, 2 * TILE, 48, seed=1)
+    prescale = (1 + gaussian(2, 3, 32, seed=2).abs()).half()
+    packed_keys, packed_values = quantized(keys, values, config, prescale).filled()
+    for b, h, i in ((0, 0, 0), (1, 2, 1)):
+        tile = slice(i * TILE, (i + 1) * TILE)
+        assert_same([t[b, h, i] for t in packed_keys], quantize_keys(keys[b, h, tile], prescale[b, h], config))
+        assert_same([t[b, h, i] for t in packed_values], quantize_values(values[b, h, tile], config))
+
+
+@pytest.mark.parametrize("position", [0, 1000])
+def test_tokens_before_first_are_replaced_by_the_later_ones(position):
+    config = KVarNConfig(tile_size=TILE)
+    first = [0, 1, 20, 63, 64, 65, 100, 127, 128, 500]
+    keys = gaussian(len(first), 1, 2 * TILE, 16)
+    values = gaussian(len(first), 1, 2 * TILE, 16, seed=1)
+    tiles = quantized(keys, values, config, first=torch.tensor(first) + position, position=position)
+    for row, begin in enumerate(first):
+        source = []
+        for start in (0, TILE):
+            for token in range(start, start + TILE):
+                if begin < start + TILE:  # something in this tile counts
+                    while token < begin:
+                        token += start + TILE - begin
+                source.append(token)
+        assert max(source) < 2 * TILE
+        expected = quantized(keys[row : row + 1, :, source], values[row : row + 1, :, source], config)
+        for ours, theirs in zip(tiles.filled(), expected.filled(), strict=True):
+            assert_same([t[row : row + 1] for t in ours], theirs)
+
+
+def test_replaced_tokens_shape_nothing():
+    config = KVarNConfig(tile_size=TILE)
+    keys, values = gaussian(1, 2, TILE, 16), gaussian(1, 2, TILE, 16, seed=1)
+    first = torch.tensor([40])
+    expected = quantized(keys, values, config, first=first).filled()
+    keys[:, :, :40], values[:, :, :40] = 1e4, float("nan")
+    for ours, theirs in zip(quantized(keys, values, config, first=first).filled(), expected, strict=True):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("padding", [TILE, 3 * TILE])
+def test_row_behind_whole_tiles_of_padding_reads_as_it_does_alone(padding):
+    config = KVarNConfig(tile_size=TILE, sink_length=16, residual_length=32)
+    keys, values = gaussian(2, 2, 600, 16), gaussian(2, 2, 600, 24, seed=1)
+    keys[..., 3] *= 40
+    for x in (keys, values):
+        x[1, :, :padding] = x[1, :, :1].clone()
+    batch, alone = KVarNCache(kvarn=config), KVarNCache(kvarn=config)
+    batch.update(keys, values, 0)
+    alone.update(keys[1:, :, padding:], values[1:, :, padding:], 0)
+    end = 16 + alone.report()["packed_tokens"]
+    assert end > 16
+    for side in ("keys", "values"):
+        together, own = (getattr(cache.layers[0], side) for cache in (batch, alone))
+        assert torch.equal(together[1, :, padding : padding + end], own[0, :, :end])
+        assert torch.equal(together[1, :, :padding], together[1, :, :1].expand(-1, padding, -1))
