@@ -208,6 +208,11 @@ class KVarNCache(DynamicCache):
         self._require_config()
         return super().has_previous_state(layer_idx, *args, **kwargs)
 
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """As in Transformers, for models with linear attention."""
+        self._require_config()
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in Transformers, for models with linear attention."""
         self._require_config()
