@@ -17,20 +17,22 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
 
-import torch
+import torch  # noqa: E402
 
-from kvarn_hf import bench_attention as bench
-from kvarn_kernels.launch_table import Tuning, plan
+from kvarn_hf import bench_attention as bench  # noqa: E402
+from kvarn_kernels.launch_table import Tuning, plan  # noqa: E402
 
 PRESET = "kvarn_k4v2_g128"
-BLOCKS, WARPS, STAGES, REGISTERS = (16, 32), (1, 2), (2, 3), (None, 128, 168)
-PROGRAMS = (4, 6, 8, 10, 12, 14, 16, 20)
+BLOCKS, STAGES, REGISTERS = (16, 32), (2, 3), (None, 168, 112)
+PROGRAMS = (7, 8, 10, 12, 14, 16, 20, 28)
 
 
 def options() -> list[Tuning]:
     """Everything that needs a kernel of its own."""
-    every = itertools.product(BLOCKS, WARPS, STAGES, REGISTERS)
-    return [Tuning(8, *option) for option in every if not (option[1] == 2 and option[3] == 128)]
+    one_warp = [
+        Tuning(8, block, 1, stages, registers) for registers, stages, block in itertools.product(REGISTERS, STAGES, BLOCKS)
+    ]
+    return [*one_warp, Tuning(8, 16, 2, 2, None)]
 
 
 def compile_one(job: tuple[bench.Shape, Tuning]) -> None:
@@ -76,7 +78,8 @@ def tune(shape: bench.Shape, deadline: float) -> None:
     floor = first.packed_bytes / 1e6
     print(f"{shape}  {floor:.1f} MB")
     for elapsed, tuning, launch in sorted(results, key=lambda r: r[0])[:8]:
-        print(f"  {elapsed:7.1f} us  {floor / elapsed:.2f} TB/s  {tuning}  splits {launch.splits} dense {launch.dense_splits}")
+        cut = f"splits {launch.splits} dense {launch.dense_splits}"
+        print(f"  {elapsed:7.1f} us  {floor / elapsed:.2f} TB/s  {tuning}  {cut}")
     if results:
         major, columns = torch.cuda.get_device_capability()[0], 4 if shape.groups <= 4 else 8
         best = min(results, key=lambda r: r[0])[1]
@@ -86,7 +89,8 @@ def tune(shape: bench.Shape, deadline: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240.0, help="stop measuring after this long")
-    parser.add_argument("--shapes", nargs="*", default=[",".join(map(str, s)) for s in bench.SHAPES], help="as in the bench")
+    every = [",".join(map(str, shape)) for shape in bench.SHAPES]
+    parser.add_argument("--shapes", nargs="*", default=every, help="as in the bench")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
     arguments = parser.parse_args()
     start = time.monotonic()

@@ -19,6 +19,12 @@ def round_half_even(x):
 
 
 @triton.jit
+def small_integers(x):
+    """Integers 0 to 255 kept as float32, as int32: from the bits of their sum with 1.5 * 2**23, since conversions are slow."""
+    return (x + _ROUNDER).to(tl.int32, bitcast=True) & 255
+
+
+@triton.jit
 def quotient(x, divisor, inverse, INTERPRETED: tl.constexpr):
     """``x / divisor``, correctly rounded, given ``inverse = 1 / divisor``: one Newton step instead of a division."""
     if INTERPRETED:  # the interpreter's fma rounds twice

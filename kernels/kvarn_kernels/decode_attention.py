@@ -798,7 +798,7 @@ def decode_attention(
         _combine_kernel[(batch * heads, columns)](
             part, sinks, out, heads, dense_splits, splits, slices * value_pad,
             queries, columns, cols, value_dim, value_pad, value_bits_of_block,
-            _power_of_two(dense_splits), _power_of_two(max(1, splits)), sinks is not None, num_warps=2,
+            _power_of_two(dense_splits), _power_of_two(max(1, splits)), sinks is not None, num_warps=4,
         )
     return out
 

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import exponent_of, power_of_two
 from kvarn_kernels.launch import on_device_of, padded, rotation_block
-from kvarn_kernels.packing import load_key_codes, load_value_codes
 from kvarn_kernels.rotation import hadamard_signs
 
 # Channels to a program at most: several programs then fit a multiprocessor, whatever the head_dim.
@@ -18,44 +17,122 @@ _GROUP = 4
 _MANY_TILES = 2048
 
 
-@triton.jit
-def _product(codes, scale, signs, INTERPRETED: tl.constexpr):
-    """``(codes * scale) @ signs`` for a channel vector ``scale``, by tensor cores.
+def _warps(elements: int) -> int:
+    return 4 if elements <= 8192 else 8
 
-    The scale is brought below 2 by a power of two first, so float16 holds the products, with a relative error of 2**-12, far below
-    the codes' own.
-    """
-    exponent = exponent_of(tl.max(scale, 0))
-    x = codes.to(tl.float32) * (scale * power_of_two(-exponent))[None, :]
+
+@triton.jit
+def _product(x, signs, total, INTERPRETED: tl.constexpr):
+    """``total + x @ signs`` by tensor cores; ``x`` is at most about 1, so float16 holds it to 2**-12 of its tile's largest."""
     if INTERPRETED:
-        x = tl.dot(x, signs, input_precision="ieee")
+        return tl.dot(x, signs, total, input_precision="ieee")
     else:
-        x = tl.dot(x.to(tl.float16), signs)
-    return x * power_of_two(exponent)
+        return tl.dot(x.to(tl.float16), signs, total)
 
 
 @triton.jit
-def _row_product(row, signs, INTERPRETED: tl.constexpr):
-    """``row @ signs`` for a channel vector of float16 numbers, exact but for what is 2**-24 of its largest.
-
-    It is what all tokens have in common. Kept out of the large product, its rounding is kept out of every token.
-    """
-    exponent = exponent_of(tl.max(tl.abs(row), 0))
-    x = tl.where((tl.arange(0, 16) == 0)[:, None], (row * power_of_two(-exponent))[None, :], 0.0)
-    if INTERPRETED:
-        x = tl.dot(x, signs, input_precision="ieee")
-    else:
-        x = tl.dot(x.to(tl.float16), signs)
-    return tl.sum(x, 0) * power_of_two(exponent)
+def _signs(c, d, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+    return hadamard_signs(c, d, BLOCK, tl.float32 if INTERPRETED else tl.float16)
 
 
 @triton.jit
-def _key_tile(
+def _store(
+    out_ptr,
+    x,
+    t,
+    d,
+    tile_position,
+    dense_ptr,
+    stride_t,
+    stride_d,
+    run_ptr,
+    pad,
+    sink_length,
+    DIM: tl.constexpr,
+):
+    """Write tokens ``x`` ``[t, d]`` of a tile; where left padding has put the run's token or a sink in their place, those."""
+    real = (d < DIM)[None, :]
+    position = tile_position + t
+    x = x.to(out_ptr.dtype.element_ty)
+    if pad is not None:
+        slot = position - pad
+        in_run, in_sink = slot < 0, (slot >= 0) & (slot < sink_length)
+        run = tl.load(run_ptr + d[None, :], mask=in_run[:, None] & real, other=0.0)
+        where = (slot * stride_t)[:, None] + (d.to(tl.int64) * stride_d)[None, :]
+        sink = tl.load(dense_ptr + where, mask=in_sink[:, None] & real, other=0.0)
+        x = tl.where(in_run[:, None], run, tl.where(in_sink[:, None], sink, x))
+    tl.store(out_ptr + (position * DIM)[:, None] + d[None, :], x, mask=real)
+
+
+@triton.jit
+def _key_codes(codes_ptr, row, c, I: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
+    """Code ``I`` of the bytes ``[row, c]``: those of the tokens ``row + I * (rows of bytes)``, as float32."""
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    ROWS: tl.constexpr = TILE * WIDTH // 8
+    held = (c < DIM)[None, :]
+    code = (tl.load(codes_ptr + row[:, None] * DIM + c[None, :], mask=held, other=0) >> (I * WIDTH)) & (2**WIDTH - 1)
+    if BITS == 3:
+        HIGH_ROWS: tl.constexpr = TILE // 8
+        token = row + I * ROWS
+        high = tl.load(codes_ptr + (ROWS + token % HIGH_ROWS)[:, None] * DIM + c[None, :], mask=held, other=0)
+        code |= ((high >> (token // HIGH_ROWS).to(tl.uint8)[:, None]) & 1) << 2
+    return code.to(tl.float32)
+
+
+@triton.jit
+def _value_codes(codes_ptr, e, t, I: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
+    """Code ``I`` of the bytes ``[e, t]``: those of the channels ``e * (codes per byte) + I``, as float32."""
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    PER_BYTE: tl.constexpr = 8 // WIDTH
+    held = (e < DIM // PER_BYTE)[:, None]
+    code = (tl.load(codes_ptr + e[:, None] * TILE + t[None, :], mask=held, other=0) >> (I * WIDTH)) & (2**WIDTH - 1)
+    if BITS == 3:
+        channel = e * PER_BYTE + I
+        high = tl.load(codes_ptr + (DIM // 4 + channel // 8)[:, None] * TILE + t[None, :], mask=held, other=0)
+        code |= ((high >> (channel % 8).to(tl.uint8)[:, None]) & 1) << 2
+    return code.to(tl.float32)
+
+
+@triton.jit
+def _interleaved(a, b):
+    """Rows of ``a`` and ``b`` ``[e, t]`` by turns."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (2 * a.shape[0], a.shape[1]))
+
+
+@triton.jit
+def _value_tile_codes(codes_ptr, e, t, BITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
+    """Codes ``[channel, token]`` of all channels that the byte rows ``e`` hold, in the channels' order."""
+    if BITS == 8:
+        return _value_codes(codes_ptr, e, t, 0, BITS, TILE, DIM)
+    elif BITS == 4:
+        return _interleaved(
+            _value_codes(codes_ptr, e, t, 0, BITS, TILE, DIM), _value_codes(codes_ptr, e, t, 1, BITS, TILE, DIM)
+        )
+    else:
+        even = _interleaved(
+            _value_codes(codes_ptr, e, t, 0, BITS, TILE, DIM), _value_codes(codes_ptr, e, t, 2, BITS, TILE, DIM)
+        )
+        odd = _interleaved(
+            _value_codes(codes_ptr, e, t, 1, BITS, TILE, DIM), _value_codes(codes_ptr, e, t, 3, BITS, TILE, DIM)
+        )
+        return _interleaved(even, odd)
+
+
+@triton.jit
+def _dequantize_keys(
     codes_ptr,
     channel_scale_ptr,
     token_scale_ptr,
     zero_point_ptr,
     prescale_ptr,
+    out_ptr,
+    tile_position,
+    dense_ptr,
+    stride_t,
+    stride_d,
+    run_ptr,
+    pad,
+    sink_length,
     start,
     signs,
     BITS: tl.constexpr,
@@ -66,37 +143,56 @@ def _key_tile(
     ROTATED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Keys ``[TILE, CHANNELS]`` of one tile from channel ``start`` on: ``token_scale * ((codes * scale + zero_point) @ H) / prescale``."""
-    t, d = tl.arange(0, TILE), start + tl.arange(0, CHANNELS)
+    """Channels ``start`` on of one tile: ``token_scale * ((codes * channel_scale + zero_point) @ H) / prescale``."""
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    ROWS: tl.constexpr = TILE * WIDTH // 8
+    # The channels that these mix with: their own block of the rotation.
+    CHUNKS: tl.constexpr = BLOCK // CHANNELS if ROTATED and BLOCK > CHANNELS else 1
+    row, d = tl.arange(0, ROWS), start + tl.arange(0, CHANNELS)
+    first = start // (CHUNKS * CHANNELS) * (CHUNKS * CHANNELS)
+    largest = 0.0
+    for chunk in tl.static_range(CHUNKS):
+        c = first + chunk * CHANNELS + tl.arange(0, CHANNELS)
+        scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
+        zero = tl.load(zero_point_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(scale * (2**BITS - 1) + tl.abs(zero), 0))
+    exponent = exponent_of(largest) + 1
+    unit = power_of_two(-exponent)
+    factor = power_of_two(exponent)
     if ROTATED:
-        x = tl.zeros([TILE, CHANNELS], tl.float32)
-        constant = tl.zeros([CHANNELS], tl.float32)
-        SIGNS: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
-        first = start // BLOCK * BLOCK if BLOCK > CHANNELS else start
-        for offset in range(0, BLOCK if BLOCK > CHANNELS else CHANNELS, CHANNELS):
-            c = first + offset + tl.arange(0, CHANNELS)
-            scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
-            zero = tl.load(zero_point_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
-            part = hadamard_signs(c, d, BLOCK, SIGNS) if BLOCK > CHANNELS else signs
-            x += _product(load_key_codes(codes_ptr, t, c, BITS, TILE, DIM), scale, part, INTERPRETED)
-            constant += _row_product(zero, part, INTERPRETED)
-        x = (x + constant[None, :]) * BLOCK**-0.5
-    else:
-        scale = tl.load(channel_scale_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
-        zero = tl.load(zero_point_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
-        x = load_key_codes(codes_ptr, t, d, BITS, TILE, DIM).to(tl.float32) * scale[None, :] + zero[None, :]
-    x *= tl.load(token_scale_ptr + t).to(tl.float32)[:, None]
-    if prescale_ptr is not None:
-        x *= (1.0 / tl.load(prescale_ptr + d, mask=d < DIM, other=1.0).to(tl.float32))[None, :]
-    return x
+        factor *= BLOCK**-0.5
+    for i in tl.static_range(8 // WIDTH):
+        x = tl.zeros([ROWS, CHANNELS], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            c = first + chunk * CHANNELS + tl.arange(0, CHANNELS)
+            scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32) * unit
+            zero = tl.load(zero_point_ptr + c, mask=c < DIM, other=0.0).to(tl.float32) * unit
+            part = _key_codes(codes_ptr, row, c, i, BITS, TILE, DIM) * scale[None, :] + zero[None, :]
+            if ROTATED:
+                x = _product(part, signs if CHUNKS == 1 else _signs(c, d, BLOCK, INTERPRETED), x, INTERPRETED)
+            else:
+                x = part
+        t = i * ROWS + row
+        x *= (tl.load(token_scale_ptr + t).to(tl.float32) * factor)[:, None]
+        if prescale_ptr is not None:
+            x *= (1.0 / tl.load(prescale_ptr + d, mask=d < DIM, other=1.0).to(tl.float32))[None, :]
+        _store(out_ptr, x, t, d, tile_position, dense_ptr, stride_t, stride_d, run_ptr, pad, sink_length, DIM)
 
 
 @triton.jit
-def _value_tile(
+def _dequantize_values(
     codes_ptr,
     channel_scale_ptr,
     token_scale_ptr,
     zero_point_ptr,
+    out_ptr,
+    tile_position,
+    dense_ptr,
+    stride_t,
+    stride_d,
+    run_ptr,
+    pad,
+    sink_length,
     start,
     signs,
     BITS: tl.constexpr,
@@ -107,27 +203,37 @@ def _value_tile(
     ROTATED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Values ``[TILE, CHANNELS]`` of one tile from channel ``start`` on:
-    ``token_scale * ((codes * channel_scale) @ H) + zero_point * (channel_scale @ H)``."""
+    """Channels ``start`` on of one tile: ``((codes * token_scale + zero_point) * channel_scale) @ H``."""
+    PER_BYTE: tl.constexpr = 4 if BITS == 3 else 8 // BITS
+    CHUNKS: tl.constexpr = BLOCK // CHANNELS if ROTATED and BLOCK > CHANNELS else 1
     t, d = tl.arange(0, TILE), start + tl.arange(0, CHANNELS)
-    token_scale = tl.load(token_scale_ptr + t).to(tl.float32)[:, None]
-    zero_point = tl.load(zero_point_ptr + t).to(tl.float32)[:, None]
+    first = start // (CHUNKS * CHANNELS) * (CHUNKS * CHANNELS)
+    largest = 0.0
+    for chunk in tl.static_range(CHUNKS):
+        c = first + chunk * CHANNELS + tl.arange(0, CHANNELS)
+        largest = tl.maximum(largest, tl.max(tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32), 0))
+    scale = tl.load(token_scale_ptr + t).to(tl.float32)
+    zero = tl.load(zero_point_ptr + t).to(tl.float32)
+    span = scale * (2**BITS - 1) + tl.abs(zero)
+    # A broken token's scale is NaN, and must stay its own.
+    largest *= tl.max(tl.where(span == span, span, 0.0), 0)
+    exponent = exponent_of(largest) + 1
+    scale, zero = scale * power_of_two(-exponent), zero * power_of_two(-exponent)
+    x = tl.zeros([TILE, CHANNELS], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        c = first + chunk * CHANNELS + tl.arange(0, CHANNELS)
+        e = (first + chunk * CHANNELS) // PER_BYTE + tl.arange(0, CHANNELS // PER_BYTE)
+        channel_scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
+        codes = _value_tile_codes(codes_ptr, e, t, BITS, TILE, DIM)
+        part = tl.trans((codes * scale[None, :] + zero[None, :]) * channel_scale[:, None])
+        if ROTATED:
+            x = _product(part, signs if CHUNKS == 1 else _signs(c, d, BLOCK, INTERPRETED), x, INTERPRETED)
+        else:
+            x = part
+    factor = power_of_two(exponent)
     if ROTATED:
-        x = tl.zeros([TILE, CHANNELS], tl.float32)
-        constant = tl.zeros([CHANNELS], tl.float32)
-        SIGNS: tl.constexpr = tl.float32 if INTERPRETED else tl.float16
-        first = start // BLOCK * BLOCK if BLOCK > CHANNELS else start
-        for offset in range(0, BLOCK if BLOCK > CHANNELS else CHANNELS, CHANNELS):
-            c = first + offset + tl.arange(0, CHANNELS)
-            scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
-            part = hadamard_signs(c, d, BLOCK, SIGNS) if BLOCK > CHANNELS else signs
-            x += _product(load_value_codes(codes_ptr, t, c, BITS, TILE, DIM), scale, part, INTERPRETED)
-            constant += _row_product(scale, part, INTERPRETED)
-        return (x * token_scale + constant[None, :] * zero_point) * BLOCK**-0.5
-    else:
-        scale = tl.load(channel_scale_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
-        x = load_value_codes(codes_ptr, t, d, BITS, TILE, DIM).to(tl.float32) * token_scale + zero_point
-        return x * scale[None, :]
+        factor *= BLOCK**-0.5
+    _store(out_ptr, x * factor, t, d, tile_position, dense_ptr, stride_t, stride_d, run_ptr, pad, sink_length, DIM)
 
 
 @triton.jit
@@ -162,22 +268,29 @@ def _dense_part(
     """One row and head's tokens of one block, channels ``start`` to ``start + CHANNELS - 1``; every pointer is at that row and head."""
     t, d = tl.arange(0, TILE), start + tl.arange(0, CHANNELS)
     real = (d < DIM)[None, :]
-    dense_ptrs = dense_ptr + (d.to(tl.int64) * stride_d)[None, :]
-    dtype = out_ptr.dtype.element_ty
     if block < tile_blocks:
         signs = 0
         if ROTATED and BLOCK <= CHANNELS:
-            signs = hadamard_signs(d, d, BLOCK, tl.float32 if INTERPRETED else tl.float16)
+            signs = _signs(d, d, BLOCK, INTERPRETED)
         first = block.to(tl.int64) * GROUP
-        for i in range(tl.minimum(count - block * GROUP, GROUP)):
+        for i in range(0, tl.minimum(count - block * GROUP, GROUP)):
             slot = first + i
+            position = sink_length + slot * TILE
             if KEYS:
-                x = _key_tile(
+                _dequantize_keys(
                     codes_ptr + slot * (TILE * BITS // 8 * DIM),
                     channel_scale_ptr + slot * DIM,
                     token_scale_ptr + slot * TILE,
                     zero_point_ptr + slot * DIM,
                     prescale_ptr,
+                    out_ptr,
+                    position,
+                    dense_ptr,
+                    stride_t,
+                    stride_d,
+                    run_ptr,
+                    pad,
+                    sink_length,
                     start,
                     signs,
                     BITS,
@@ -189,11 +302,19 @@ def _dense_part(
                     INTERPRETED,
                 )
             else:
-                x = _value_tile(
+                _dequantize_values(
                     codes_ptr + slot * (DIM * BITS // 8 * TILE),
                     channel_scale_ptr + slot * DIM,
                     token_scale_ptr + slot * TILE,
                     zero_point_ptr + slot * TILE,
+                    out_ptr,
+                    position,
+                    dense_ptr,
+                    stride_t,
+                    stride_d,
+                    run_ptr,
+                    pad,
+                    sink_length,
                     start,
                     signs,
                     BITS,
@@ -204,16 +325,8 @@ def _dense_part(
                     ROTATED,
                     INTERPRETED,
                 )
-            x = x.to(dtype)
-            position = sink_length + slot * TILE + t
-            if pad is not None:
-                slot_of_sink = position - pad
-                in_run, in_sink = slot_of_sink < 0, (slot_of_sink >= 0) & (slot_of_sink < sink_length)
-                run = tl.load(run_ptr + d[None, :], mask=in_run[:, None] & real, other=0.0)
-                sink = tl.load(dense_ptrs + (slot_of_sink * stride_t)[:, None], mask=in_sink[:, None] & real, other=0.0)
-                x = tl.where(in_run[:, None], run, tl.where(in_sink[:, None], sink, x))
-            tl.store(out_ptr + (position * DIM)[:, None] + d[None, :], x, mask=real)
     else:
+        dense_ptrs = dense_ptr + (d.to(tl.int64) * stride_d)[None, :]
         index = (block - tile_blocks).to(tl.int64) * TILE + t  # of the dense tokens: the sinks, then the tail
         is_sink, held = index < sink_length, (index < dense_length)[:, None] & real
         position = tl.where(is_sink, index, index + count.to(tl.int64) * TILE)
@@ -286,7 +399,7 @@ def dequantize_kernel(
     Writes
         Contiguous ``[batch, heads, dense_length + count * TILE, dim]``, every element once.
     Precision
-        Codes times scales in float16 (relative error 2**-12), the zero points' part and all sums in float32.
+        Tiles before the rotation in float16 (2**-12 of the tile's largest), all sums in float32.
     Reference
         ``kvarn_hf.reference.quantize.dequantize_keys`` and ``dequantize_values``; ``kvarn_hf.padding.LeftPadding.restored``.
     """
@@ -454,7 +567,7 @@ def dequantize_tiles(
             value_bits,
             rotated,
             not dense_keys.is_cuda,
-            num_warps=4 if size * max(key_channels, value_channels) <= 8192 else 8,
+            num_warps=_warps(size * max(key_channels, value_channels)),
             num_stages=1,
         )
     return keys, values

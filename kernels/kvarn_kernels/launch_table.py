@@ -40,20 +40,21 @@ class Launch(NamedTuple):
 
 # (capability, query columns per program, the larger head_dim up to): the first row that fits is taken.
 TABLE: tuple[tuple[tuple[int, int, int], Tuning], ...] = (
-    ((9, 4, 128), Tuning(programs=10, block=32, warps=1, stages=2, registers=None)),
-    ((9, 8, 128), Tuning(programs=8, block=32, warps=1, stages=2, registers=None)),
-    ((9, 4, 256), Tuning(programs=6, block=16, warps=2, stages=2, registers=None)),
-    ((9, 8, 256), Tuning(programs=5, block=16, warps=2, stages=2, registers=None)),
+    ((9, 4, 128), Tuning(programs=14, block=16, warps=1, stages=2, registers=None)),
+    ((9, 8, 128), Tuning(programs=8, block=16, warps=1, stages=2, registers=None)),
+    ((9, 8, 256), Tuning(programs=8, block=16, warps=1, stages=2, registers=None)),
 )
-_OTHERWISE = Tuning(programs=6, block=16, warps=2, stages=2, registers=None)
+_OTHERWISE = Tuning(programs=8, block=16, warps=1, stages=2, registers=None)
 
 _MOST_SPLITS = 128
 _DENSE_TOKENS = 64  # per program, while the GPU is not full
 
 
 @lru_cache(maxsize=4096)
-def attention_launch(device: int | None, units: int, count: int, dense_length: int, columns: int, head_dim: int) -> Launch:
-    """The launch for ``units`` independent problems (batch x KV heads x blocks of query columns) of ``count`` tiles each.
+def attention_launch(
+    device: int | None, units: int, count: int, dense_length: int, columns: int, head_dim: int
+) -> Launch:
+    """The launch for ``units`` independent problems (batch x KV heads x blocks of query columns) of ``count`` tiles.
 
     Parameters
     ----------
@@ -67,10 +68,8 @@ def attention_launch(device: int | None, units: int, count: int, dense_length: i
         The larger of both padded head_dims.
     """
     major, multiprocessors = _device(device)
-    tuning = next(
-        (t for (arch, most_columns, most_dim), t in TABLE if arch == major and columns <= most_columns and head_dim <= most_dim),
-        _OTHERWISE,
-    )
+    fitting = (t for (arch, most, dim), t in TABLE if arch == major and columns <= most and head_dim <= dim)
+    tuning = next(fitting, _OTHERWISE)
     return plan(tuning, units, count, dense_length, multiprocessors)
 
 

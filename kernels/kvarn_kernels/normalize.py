@@ -17,19 +17,21 @@ _TIE = tl.constexpr(1e-5)  # converged states differ by rounding noise alone: th
 
 
 @triton.jit
-def _column_variance(x, factor, ROWS: tl.constexpr):
-    """Variance of every column of ``x * factor[:, None]``, by two passes: a mean may dwarf the deviation."""
-    mean = tl.sum(x * factor[:, None], 0) * (1.0 / ROWS)
-    residue = inside(x * factor[:, None] - mean[None, :], ROWS, x.shape[1], 0.0)
-    return tl.sum(residue * residue, 0) * (1.0 / ROWS)
+def _variance(x, factor, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Variance of ``x * factor`` along one axis, by two passes: a mean may dwarf the deviation.
 
-
-@triton.jit
-def _row_variance(x, factor, COLUMNS: tl.constexpr):
-    """Variance of every row of ``x * factor[None, :]``."""
-    mean = tl.sum(x * factor[None, :], 1) * (1.0 / COLUMNS)
-    residue = inside(x * factor[None, :] - mean[:, None], x.shape[0], COLUMNS, 0.0)
-    return tl.sum(residue * residue, 1) * (1.0 / COLUMNS)
+    ``factor`` is a vector along that axis. The product is not kept but made twice, in the same instruction as what follows it: a second
+    tile would not fit the registers.
+    """
+    count: tl.constexpr = COLUMNS if AXIS == 1 else ROWS
+    factor = tl.broadcast_to(tl.expand_dims(factor, 1 - AXIS), x.shape)
+    mean = tl.sum(x * factor, AXIS) * (1.0 / count)
+    residue = tl.fma(x, factor, tl.broadcast_to(tl.expand_dims(-mean, AXIS), x.shape))
+    if AXIS == 1:
+        residue = inside(residue, x.shape[0], COLUMNS, 0.0)
+    else:
+        residue = inside(residue, ROWS, x.shape[1], 0.0)
+    return tl.sum(residue * residue, AXIS) * (1.0 / count)
 
 
 @triton.jit
@@ -60,8 +62,8 @@ def variance_normalize(
     row = tl.full([x.shape[0]], 1.0, tl.float32)
     column = tl.full([x.shape[1]], 1.0, tl.float32)
     for _ in range(ITERATIONS):
-        column = _next(column, inverse_root(_column_variance(x, row * unit, ROWS), INTERPRETED))
-        row = _next(row, inverse_root(_row_variance(x, column * unit, COLUMNS), INTERPRETED))
+        column = _next(column, inverse_root(_variance(x, row * unit, 0, ROWS, COLUMNS), INTERPRETED))
+        row = _next(row, inverse_root(_variance(x, column * unit, 1, ROWS, COLUMNS), INTERPRETED))
     return column
 
 
@@ -83,13 +85,13 @@ def variance_normalize_published(
     best = float("inf")
     for _ in range(ITERATIONS + 1):
         # The magnitude is applied behind the squares, which it could carry out of float32.
-        column_root = inverse_root(_column_variance(x, row, ROWS), INTERPRETED) * unit
-        row_root = inverse_root(_row_variance(x, column, COLUMNS), INTERPRETED) * unit
+        column_root = inverse_root(_variance(x, row, 0, ROWS, COLUMNS), INTERPRETED) * unit
+        row_root = inverse_root(_variance(x, column, 1, ROWS, COLUMNS), INTERPRETED) * unit
         column_spread = _range(clamp(column_root / column, _STD_MIN, _STD_MAX), COLUMNS)
         row_spread = _range(clamp(row_root / row, _STD_MIN, _STD_MAX), ROWS)
         better = column_spread + row_spread < best * (1 - _TIE)
         best_column = tl.where(better, column, best_column)
         best = tl.where(better, column_spread + row_spread, best)
         column = _next(column, column_root)
-        row = _next(row, inverse_root(_row_variance(x, column, COLUMNS), INTERPRETED) * unit)
+        row = _next(row, inverse_root(_variance(x, column, 1, ROWS, COLUMNS), INTERPRETED) * unit)
     return best_column

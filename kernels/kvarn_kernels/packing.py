@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvarn_kernels.arithmetic import small_integers
+
 
 @triton.jit
 def _store_key_plane(codes_ptr, plane, WIDTH: tl.constexpr, DIM: tl.constexpr):
@@ -27,7 +29,7 @@ def _store_key_plane(codes_ptr, plane, WIDTH: tl.constexpr, DIM: tl.constexpr):
 @triton.jit
 def store_key_codes(codes_ptr, codes, BITS: tl.constexpr, DIM: tl.constexpr):
     """Pack and store the codes of a key tile, ``[channel, token]`` as floats."""
-    codes = codes.to(tl.int32)
+    codes = small_integers(codes)
     if BITS == 3:
         _store_key_plane(codes_ptr, codes & 3, 2, DIM)
         _store_key_plane(codes_ptr + codes.shape[1] // 4 * DIM, codes >> 2, 1, DIM)
@@ -51,49 +53,9 @@ def _store_value_plane(codes_ptr, plane, WIDTH: tl.constexpr, DIM: tl.constexpr)
 @triton.jit
 def store_value_codes(codes_ptr, codes, BITS: tl.constexpr, DIM: tl.constexpr):
     """Pack and store the codes of a value tile, ``[token, channel]`` as floats."""
-    codes = codes.to(tl.int32)
+    codes = small_integers(codes)
     if BITS == 3:
         _store_value_plane(codes_ptr, codes & 3, 2, DIM)
         _store_value_plane(codes_ptr + DIM // 4 * codes.shape[0], codes >> 2, 1, DIM)
     else:
         _store_value_plane(codes_ptr, codes, BITS, DIM)
-
-
-@triton.jit
-def _load_plane(codes_ptr, offset, shift, WIDTH: tl.constexpr, mask):
-    return (tl.load(codes_ptr + offset, mask=mask, other=0).to(tl.int32) >> shift) & (2**WIDTH - 1)
-
-
-@triton.jit
-def _load_key_plane(codes_ptr, t, d, WIDTH: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    ROWS: tl.constexpr = TILE * WIDTH // 8
-    offset = (t % ROWS)[:, None] * DIM + d[None, :]
-    return _load_plane(codes_ptr, offset, (t // ROWS * WIDTH)[:, None], WIDTH, (d < DIM)[None, :])
-
-
-@triton.jit
-def load_key_codes(codes_ptr, t, d, BITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Codes ``[token, channel]``, int32, of the tokens ``t`` and channels ``d`` of a key tile; 0 for channels from DIM on.
-
-    A byte is loaded once for each code in it: those loads meet in the first-level cache, and nothing is moved between threads.
-    """
-    if BITS == 3:
-        low = _load_key_plane(codes_ptr, t, d, 2, TILE, DIM)
-        return low | (_load_key_plane(codes_ptr + TILE // 4 * DIM, t, d, 1, TILE, DIM) << 2)
-    return _load_key_plane(codes_ptr, t, d, BITS, TILE, DIM)
-
-
-@triton.jit
-def _load_value_plane(codes_ptr, t, d, WIDTH: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    PER_BYTE: tl.constexpr = 8 // WIDTH
-    offset = (d // PER_BYTE)[None, :] * TILE + t[:, None]
-    return _load_plane(codes_ptr, offset, (d % PER_BYTE * WIDTH)[None, :], WIDTH, (d < DIM)[None, :])
-
-
-@triton.jit
-def load_value_codes(codes_ptr, t, d, BITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Codes ``[token, channel]``, int32, of the tokens ``t`` and channels ``d`` of a value tile; 0 for channels from DIM on."""
-    if BITS == 3:
-        low = _load_value_plane(codes_ptr, t, d, 2, TILE, DIM)
-        return low | (_load_value_plane(codes_ptr + DIM // 4 * TILE, t, d, 1, TILE, DIM) << 2)
-    return _load_value_plane(codes_ptr, t, d, BITS, TILE, DIM)

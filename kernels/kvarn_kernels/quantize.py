@@ -24,7 +24,15 @@ from kvarn_kernels.launch import on_device_of, padded, rotation_block
 from kvarn_kernels.normalize import variance_normalize, variance_normalize_published
 from kvarn_kernels.packing import store_key_codes, store_value_codes
 from kvarn_kernels.rotation import hadamard_signs, split
-from kvarn_kernels.rounding import encode, encode_scaled, full_range_grid, norm_ratio, refit_columns, refit_grid, search_grid
+from kvarn_kernels.rounding import (
+    encode,
+    encode_scaled,
+    full_range_grid,
+    norm_ratio,
+    refit_columns,
+    refit_grid,
+    search_grid,
+)
 
 # Smallest share of a row's range that the grid may span, and how many spans are tried, by bits.
 _CLIP_SEARCH = {2: (0.45, 12), 3: (0.6, 9), 4: (0.76, 7), 8: (1.0, 1)}

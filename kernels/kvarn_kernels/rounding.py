@@ -8,7 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvarn_kernels.arithmetic import clamp, inside, inverse_root, positive, quotient, reciprocal, round_half_even, saturated
+from kvarn_kernels.arithmetic import (
+    clamp,
+    inside,
+    inverse_root,
+    positive,
+    quotient,
+    reciprocal,
+    round_half_even,
+    saturated,
+)
 
 
 @triton.jit
