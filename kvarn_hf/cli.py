@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -43,9 +44,8 @@ def demo(
     try:
         config = KVarNConfig.from_preset(preset)
         text = _prompt(prompt, prompt_file)
-        with console.status(f"Loading {model or DEFAULT_MODEL}"):
-            loaded, tokenizer = load_model(model, dtype, device)
         console.print(f"Model: {model or DEFAULT_MODEL}", highlight=False, markup=False)
+        loaded, tokenizer = load_model(model, dtype, device)
         if text is None:
             console.print(f"Prompt: {PROMPT_SOURCE}", highlight=False, markup=False)
         with _Bars(console) as bars:
@@ -56,15 +56,54 @@ def demo(
 
 
 @bench.command("quantize")
-def bench_quantize() -> None:
-    """Time quantizing and dequantizing a long context, against the copy bandwidth."""
+def bench_quantize(
+    tokens: Annotated[int, typer.Option(min=128, help="Context length.")] = 32768,
+    heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=8, help="Channels of a head.")] = 128,
+    preset: Annotated[str, typer.Option(help="kvarn_k<key bits>v<value bits>_g<tile size>.")] = "kvarn_k4v2_g128",
+) -> None:
+    """Time quantizing and dequantizing one layer, and compare with the copy bandwidth."""
+    _require_gpu("quantize")
+    from kvarn_hf.bench import quantize
+
+    _measure(lambda: quantize(tokens, heads, head_dim, preset))
+
+
+@bench.command("attention")
+def bench_attention() -> None:
+    """Time one decode step's attention over packed tiles, against dense attention."""
+    _require_gpu("attention")
+    from kvarn_hf.bench_attention import attention
+
+    _measure(attention)
+
+
+@bench.command("generate")
+def bench_generate(
+    context: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; can be repeated.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows; can be repeated.")] = None,
+    shape: Annotated[str, typer.Option(help="The model's shape: llama-3.1-8b or tiny.")] = "llama-3.1-8b",
+    new_tokens: Annotated[int, typer.Option(min=2, help="Steps to time.")] = 64,
+) -> None:
+    """Time decode steps of generate() with several caches, on random weights."""
+    _require_gpu("generate")
+    from kvarn_hf.bench_generate import generate
+
+    _measure(lambda: generate(shape, context or (2048, 8192, 32768), batch or (1, 8), new_tokens=new_tokens))
+
+
+def _require_gpu(command: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        _fail("`kvarn bench quantize` times the GPU kernels, and this machine has no CUDA GPU that torch can use.")
-    from kvarn_hf.bench import quantize
+        _fail(f"`kvarn bench {command}` measures on a GPU, and this machine has no CUDA GPU that torch can use.")
 
-    quantize()
+
+def _measure(run: Callable[[], object]) -> None:
+    try:
+        run()
+    except (ValueError, RuntimeError) as error:
+        _fail(error)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
@@ -101,4 +140,4 @@ class _Bars:
     def update(self, stage: str, done: int, total: int) -> None:
         if stage not in self.tasks:
             self.tasks[stage] = self.progress.add_task(stage, total=total)
-        self.progress.update(self.tasks[stage], completed=done)  # type: ignore[arg-type]
+        self.progress.update(self.tasks[stage], completed=done, total=total)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from kvarn_hf.config import KVarNConfig
 from kvarn_hf.pseudo_decode import BLOCK, pseudo_decode
 
 PROMPT_SOURCE = "James Madison, First Annual Message to the Congress, 29 November 1809 (public domain)"
-_INSTRUCTION = "Summarize the message above in a few sentences of modern English."
+_INSTRUCTION = "Write a detailed summary of the President's message above."
 
 # Called with the name of a stage, the steps done and the steps expected.
 Progress = Callable[[str, int, int], None]
@@ -137,16 +137,20 @@ def run_demo(
     def kvarn() -> KVarNCache:
         return KVarNCache(model.config, config)
 
-    continuations, cache = [], dense()
-    for name, make_cache in (("dense cache", dense), (config.name, kvarn)):
+    def generated(name: str, make_cache: Callable[[], Any]) -> tuple[Continuation, Any]:
         if model.device.type == "cuda":  # compile and load the kernels outside the clock
             _continue(model, tokenizer, input_ids, make_cache(), 2, lambda done: None)
         cache = make_cache()
+        stage = f"Generating, {name}"
+        continuation = _continue(
+            model, tokenizer, input_ids, cache, max_new_tokens, lambda done: progress(stage, done, max_new_tokens)
+        )
+        # The answer may have ended early.
+        progress(stage, len(continuation.tokens), len(continuation.tokens))
+        return continuation, cache
 
-        def report(done: int, stage: str = f"Generating, {name}") -> None:
-            progress(stage, done, max_new_tokens)
-
-        continuations.append(_continue(model, tokenizer, input_ids, cache, max_new_tokens, report))
+    from_dense, _ = generated("dense cache", dense)
+    from_kvarn, cache = generated(config.name, kvarn)
     forwards = 2 * -(-length // BLOCK)
     done = 0
 
@@ -161,11 +165,11 @@ def run_demo(
         comparison = pseudo_decode(model, input_ids, kvarn, skip=length // 2)
     finally:
         handle.remove()
-    a, b = (continuation.tokens for continuation in continuations)
+    a, b = from_dense.tokens, from_kvarn.tokens
     difference = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if difference is None and len(a) != len(b):
         difference = min(len(a), len(b))
-    return DemoResult(*continuations, length, difference, comparison.mean, comparison.top1, cache)
+    return DemoResult(from_dense, from_kvarn, length, difference, comparison.mean, comparison.top1, cache)
 
 
 def show(result: DemoResult, model: Any, tokenizer: Any, console: Console) -> None:
@@ -174,8 +178,9 @@ def show(result: DemoResult, model: Any, tokenizer: Any, console: Console) -> No
     preset = result.cache.kvarn.name
     for name, continuation in (("Dense cache", dense), (preset, kvarn)):
         console.print(Panel(escape(continuation.text.strip()), title=name, title_align="left"))
-    where = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
-    table = Table(title=f"{result.prompt_tokens:,} prompt tokens + {len(kvarn.tokens)} new ones, {where}", title_justify="left")
+    dtype = str(model.dtype).removeprefix("torch.")
+    title = f"{result.prompt_tokens:,} prompt tokens + {len(kvarn.tokens)} new ones, {dtype} on {model.device}"
+    table = Table(title=title, title_justify="left")
     for column, justify in (("", "left"), ("dense cache", "right"), (preset, "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     table.add_row("Cache", f"{dense.cache_bytes / 2**20:.2f} MiB", f"{kvarn.cache_bytes / 2**20:.2f} MiB")

