@@ -175,11 +175,11 @@ class KVarNCache(DynamicCache):
     def reset(self) -> None:
         """Forget everything; the cache is as new."""
         for layer in self.layers:
-            if type(layer) is DynamicLayer:  # zeroed rather than emptied by transformers 5.17
+            layer.reset()
+            # Transformers 5.17 zeroes these instead of emptying them.
+            if isinstance(layer, DynamicLayer) and not isinstance(layer, KVarNLayer):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
-            else:
-                layer.reset()
         self._before.clear()
 
     def save(self, path: str | Path) -> None:
