@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.cache_utils import DynamicCache, QuantizedCache, StaticCache
 
 from kvarn_hf.cache import KVarNCache
 
@@ -40,26 +40,64 @@ SHAPES = {
 }
 
 
+def _fill(cache: Any, model: Any, batch: int, context: int) -> None:
+    """Random keys and values in every layer."""
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(*_random_states(model, batch, context), layer)
+
+
+def _fill_turboquant(cache: Any, model: Any, batch: int, context: int) -> None:
+    # As its patched attention does in a prefill: the compressed tokens beside, one channel of them in the cache itself.
+    for layer in range(model.config.num_hidden_layers):
+        keys, values = _random_states(model, batch, context)
+        cache.store_compressed_key(keys, layer)
+        cache.store_compressed_value(values, layer)
+        cache.update(keys[..., :1].clone(), values[..., :1].clone(), layer)
+
+
+def _random_states(model: Any, batch: int, context: int) -> list[torch.Tensor]:
+    shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
+    return [torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)]
+
+
+def _turboquant(model: Any, length: int) -> Any:
+    from fused_turboquant.hf.fused_cache import patch_model
+
+    return patch_model(model, bits=4, verify=False)
+
+
+def _unpatch_turboquant(model: Any) -> None:
+    from fused_turboquant.hf.fused_cache import unpatch_model
+
+    unpatch_model(model)
+
+
 @dataclass(frozen=True)
 class Contestant:
-    """A cache to time: how to make it for a context, and the attention implementation it runs with."""
+    """A cache to time: how to make it for a context, fill it, and clean up, and the attention it runs with."""
 
-    make: Callable[[PreTrainedConfig, int], Cache]
+    make: Callable[[Any, int], Any]
     attention: str = "sdpa"
+    fill: Callable[[Any, Any, int, int], None] = _fill
+    release: Callable[[Any], None] = lambda model: None
 
 
 CONTESTANTS = {
-    "dynamic": Contestant(lambda config, length: DynamicCache(config=config)),
-    "static": Contestant(lambda config, length: StaticCache(config=config, max_cache_len=length)),
-    "quanto": Contestant(lambda config, length: QuantizedCache(backend="quanto", config=config, nbits=4)),
-    "hqq": Contestant(
-        lambda config, length: QuantizedCache(backend="hqq", config=config, nbits=4, axis_key=1, axis_value=1)
+    "dynamic": Contestant(lambda model, length: DynamicCache(config=model.config)),
+    "static": Contestant(lambda model, length: StaticCache(config=model.config, max_cache_len=length)),
+    "quanto-int4": Contestant(lambda model, length: QuantizedCache(backend="quanto", config=model.config, nbits=4)),
+    "hqq-int4": Contestant(
+        lambda model, length: QuantizedCache(backend="hqq", config=model.config, nbits=4, axis_key=1, axis_value=1)
     ),
-    "kvarn": Contestant(lambda config, length: KVarNCache(config)),
-    "kvarn-attention": Contestant(lambda config, length: KVarNCache(config), attention="kvarn"),
-    "kvarn-dense": Contestant(lambda config, length: KVarNCache(config, fused=False)),
-    "kvarn-k2v2": Contestant(lambda config, length: KVarNCache(config, "kvarn_k2v2_g128")),
+    "fused-turboquant-4bit": Contestant(_turboquant, fill=_fill_turboquant, release=_unpatch_turboquant),
+    "kvarn": Contestant(lambda model, length: KVarNCache(model.config)),
+    "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), attention="kvarn"),
+    "kvarn-dequantized": Contestant(lambda model, length: KVarNCache(model.config, fused=False)),
+    "kvarn-k2v2": Contestant(lambda model, length: KVarNCache(model.config, "kvarn_k2v2_g128")),
 }
+
+
+DEFAULT_CACHES = ("dynamic", "quanto-int4", "hqq-int4", "fused-turboquant-4bit", "kvarn", "kvarn-attention")
 
 
 @dataclass(frozen=True)
@@ -79,7 +117,7 @@ def generate(
     shape: str = "llama-3.1-8b",
     contexts: Sequence[int] = (2048, 8192, 32768),
     batches: Sequence[int] = (1, 8),
-    caches: Sequence[str] = ("dynamic", "quanto", "hqq", "kvarn", "kvarn-attention"),
+    caches: Sequence[str] = DEFAULT_CACHES,
     new_tokens: int = 64,
     device: str = "cuda",
 ) -> list[dict[str, Any]]:
@@ -142,8 +180,8 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     try:
-        cache = contestant.make(model.config, context + 2 * new_tokens + 2)
-        _fill(cache, model, batch, context)
+        cache = contestant.make(model, context + 2 * new_tokens + 2)
+        contestant.fill(cache, model, batch, context)
         held = torch.cuda.memory_allocated() - base
         torch.cuda.reset_peak_memory_stats()
         steps: list[float] = []
@@ -165,6 +203,8 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
         return Timing(name, batch, context, 1e3 * statistics.median(steps), held / 2**30, peak / 2**30)
     except Exception as error:  # a competitor that fails is a row of the table, not the end of the run
         return Timing(name, batch, context, None, None, None, f"{type(error).__name__}: {error}"[:200])
+    finally:
+        contestant.release(model)
 
 
 class _StepClock:
@@ -182,15 +222,6 @@ class _StepClock:
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
-def _fill(cache: Cache, model: Any, batch: int, context: int) -> None:
-    config = model.config
-    shape = (batch, config.num_key_value_heads, context, config.head_dim)
-    for layer in range(config.num_hidden_layers):
-        keys = torch.randn(shape, dtype=model.dtype, device=model.device)
-        values = torch.randn(shape, dtype=model.dtype, device=model.device)
-        cache.update(keys, values, layer)
-
-
 def _line(row: Timing) -> str:
     if row.failure is not None:
         return f"{row.cache} batch {row.batch} context {row.context}: {row.failure}"
@@ -201,7 +232,9 @@ def _line(row: Timing) -> str:
 
 
 def _table(rows: Sequence[Timing], shape: str) -> Table:
-    table = Table(title=f"generate(), {shape} shape, bfloat16, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    table = Table(
+        title=f"generate(), {shape} shape, bfloat16, {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
     for column in ("batch", "context", "cache", "ms a step", "vs dynamic", "GiB held", "GiB peak"):
         table.add_column(column, justify="right")
     dense = {(r.batch, r.context): r.step_ms for r in rows if r.cache == "dynamic"}

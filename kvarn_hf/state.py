@@ -56,8 +56,8 @@ class DenseTokens:
         target = self
         if length > self.key_buffer.shape[2]:
             target = DenseTokens.copied(self.keys, self.values, room=keys.shape[2])
-        target.key_buffer[:, :, self.length : length] = keys
-        target.value_buffer[:, :, self.length : length] = values
+        target.key_buffer.narrow(2, self.length, keys.shape[2]).copy_(keys)
+        target.value_buffer.narrow(2, self.length, keys.shape[2]).copy_(values)
         return replace(target, length=length)
 
     def index_select(self, indices: torch.Tensor) -> DenseTokens:
