@@ -21,7 +21,9 @@ _LAYERS = 36
 _COPY_BYTES = 1 << 30
 
 
-def quantize(tokens: int = 32768, heads: int = 8, head_dim: int = 128, preset: str = "kvarn_k4v2_g128") -> dict[str, float | str]:
+def quantize(
+    tokens: int = 32768, heads: int = 8, head_dim: int = 128, preset: str = "kvarn_k4v2_g128"
+) -> dict[str, float | str]:
     """Print a table of times, bandwidths and peak memory of one layer's quantization, and return its figures.
 
     Parameters
@@ -34,10 +36,10 @@ def quantize(tokens: int = 32768, heads: int = 8, head_dim: int = 128, preset: s
     Returns
     -------
     dict
-        ``quantize_ms`` (keys and values of the layer), ``flush_ms`` (one tile of every one of 36 layers), ``dequantize_ms``,
-        ``dequantize_gb_per_s``, ``copy_gb_per_s``, ``dequantize_share`` (of the copy bandwidth), ``differing_codes`` (share, against
-        the torch path on the same inputs), ``prefill_peak_bytes`` (on top of the inputs) and ``dense_bytes``; ``gpu``, ``torch``,
-        ``triton``.
+        ``quantize_ms`` (keys and values of the layer), ``flush_ms`` (one tile of every one of 36 layers),
+        ``dequantize_ms``, ``dequantize_gb_per_s``, ``copy_gb_per_s``, ``dequantize_share`` (of the copy bandwidth),
+        ``differing_codes`` (share, against the torch path on the same inputs), ``prefill_peak_bytes`` (on top of the
+        inputs) and ``dense_bytes``; ``gpu``, ``torch``, ``triton``.
 
     Raises
     ------
@@ -88,10 +90,9 @@ def _quantizing(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -
 
 def _differing_codes(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> float:
     """Share of codes that differ from the torch path's; any that differ by more than one are an error."""
-    size, count = config.tile_size, keys.shape[2] // config.tile_size
-    tiles = PackedTiles.allocate(
-        *keys.shape[:2], keys.shape[3], values.shape[3], config, count, keys.device
-    )
+    batch, heads, length, key_dim = keys.shape
+    size, count = config.tile_size, length // config.tile_size
+    tiles = PackedTiles.allocate(batch, heads, key_dim, values.shape[3], config, count, keys.device)
     prescale = ops.key_prescale(keys[:, :, :size])
     ops.quantize(keys, values, prescale, tiles, config, config.sink_length, None)
     key_tiles, value_tiles = (x.unflatten(2, (-1, size)) for x in (keys, values))
@@ -106,7 +107,9 @@ def _differing_codes(keys: torch.Tensor, values: torch.Tensor, config: KVarNConf
     difference = torch.cat([(a.short() - b.short()).abs().flatten() for a, b in zip(expected, actual, strict=True)])
     share = (difference > 0).double().mean().item()
     if difference.max() > 1 or share > 1e-3:
-        raise RuntimeError(f"the kernel's codes are not the torch path's: {share:.1e} of them differ, by up to {difference.max()}")
+        raise RuntimeError(
+            f"the kernel's codes are not the torch path's: {share:.1e} of them differ, by up to {difference.max()}"
+        )
     return share
 
 
@@ -114,13 +117,17 @@ def _dequantizing(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig)
     state = LayerState.empty(config, keys, values).appended(keys, values).committed()
     sink, tail, tiles = config.sink_length, state.tail_start, state.tiles
     if tiles is None:
-        raise RuntimeError(f"tokens must be more than {sink + config.residual_length} for a tile to be packed, got {keys.shape[2]}")
+        raise RuntimeError(
+            f"tokens must be more than {sink + config.residual_length} for a tile to be packed, got {keys.shape[2]}"
+        )
     prescale = None if state.prescale is None else state.prescale.unsqueeze(2)
     few = slice(0, min(8, tiles.count))
     key_part, value_part = (Packed(*(t[:, :, few] for t in part)) for part in tiles.filled())
     expected = reference.dequantize_keys(key_part, prescale, config), reference.dequantize_values(value_part, config)
     for name, want, got, given in zip(("keys", "values"), expected, ops.dense(state), (keys, values), strict=True):
-        if not (torch.equal(got[:, :, :sink], given[:, :, :sink]) and torch.equal(got[:, :, tail:], given[:, :, tail:])):
+        if not (
+            torch.equal(got[:, :, :sink], given[:, :, :sink]) and torch.equal(got[:, :, tail:], given[:, :, tail:])
+        ):
             raise RuntimeError(f"the dense {name} came back changed")
         want = want.flatten(2, 3)
         difference = (got[:, :, sink : sink + want.shape[2]].float() - want).norm() / want.norm()
@@ -160,19 +167,23 @@ def _show(figures: dict, shape: tuple[int, ...], config: KVarNConfig) -> None:
         title=f"{config.name}, {heads} KV heads, head_dim {head_dim}, bfloat16",
         caption=f"{figures['gpu']}, torch {figures['torch']}, triton {figures['triton']}; medians",
     )
-    for column, justify in (("", "left"), ("measured", "right"), ("", "left")):
-        table.add_column(column, justify=justify)
+    table.add_column("")
+    table.add_column("measured", justify="right")
+    table.add_column("")
     table.add_row(f"quantize K and V of {tokens:,} tokens", f"{figures['quantize_ms']:.2f} ms", "")
     table.add_row(f"quantize one tile in each of {_LAYERS} layers", f"{figures['flush_ms']:.2f} ms", "")
     table.add_row(
         f"dequantize K and V of {tokens:,} tokens",
         f"{figures['dequantize_ms'] * 1e3:.0f} us",
-        f"{figures['dequantize_gb_per_s']:,.0f} GB/s, {figures['dequantize_share']:.0%} of a copy's {figures['copy_gb_per_s']:,.0f}",
+        f"{figures['dequantize_gb_per_s']:,.0f} GB/s, {figures['dequantize_share']:.0%} of "
+        f"a copy's {figures['copy_gb_per_s']:,.0f}",
     )
     table.add_row(
         "peak memory of a prefill, beyond its input",
         f"{figures['prefill_peak_bytes'] / 2**20:.1f} MiB",
         f"the dense cache takes {figures['dense_bytes'] / 2**20:.1f} MiB",
     )
-    table.add_row("codes that differ from the torch path's", f"{figures['differing_codes']:.1e}", "each by one, at a rounding tie")
+    table.add_row(
+        "codes that differ from the torch path's", f"{figures['differing_codes']:.1e}", "each by one, at a rounding tie"
+    )
     Console().print(table)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Adding and subtracting 1.5 * 2**23 leaves a float32 of magnitude below 2**22 rounded to the nearest integer, ties to even.
+# Adding and subtracting 1.5 * 2**23 leaves a float32 of magnitude below 2**22 rounded to the nearest integer, ties to
+# even.
 _ROUNDER = tl.constexpr(12582912.0)
 
 SMALLEST_SCALE = tl.constexpr(2.0**-24)  # the smallest positive float16
@@ -20,7 +21,8 @@ def round_half_even(x):
 
 @triton.jit
 def small_integers(x):
-    """Integers 0 to 255 kept as float32, as int32: from the bits of their sum with 1.5 * 2**23, since conversions are slow."""
+    """Integers 0 to 255 kept as float32, as int32: from the bits of their sum with 1.5 * 2**23, since conversions are
+    slow."""
     return (x + _ROUNDER).to(tl.int32, bitcast=True) & 255
 
 
@@ -46,7 +48,9 @@ def inverse_root(x, INTERPRETED: tl.constexpr):
     """``x ** -0.5`` of normal float32 values, to the last bit or so, in one instruction; infinity for zero."""
     if INTERPRETED:
         return tl.where(x > 0, tl.rsqrt(tl.where(x > 0, x, 1.0)), float("inf"))
-    return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -98,7 +102,8 @@ def positive(scale):
 
 @triton.jit
 def inside(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, outside: tl.constexpr):
-    """``x``, with ``outside`` in the rows from ROWS and the columns from COLUMNS on, which only pad it to a power of two."""
+    """``x``, with ``outside`` in the rows from ROWS and the columns from COLUMNS on, which only pad it to a power of
+    two."""
     if x.shape[0] != ROWS:
         x = tl.where((tl.arange(0, x.shape[0]) < ROWS)[:, None], x, outside)
     if x.shape[1] != COLUMNS:

@@ -1,7 +1,7 @@
 """Variance normalization of a tile that lies in registers, ``[rows, columns]``, rows carrying the rounding grid.
 
-Inverse scales are kept where the reference keeps logarithms: adding a clamped log standard deviation is multiplying by the clamped
-standard deviation. Reference: ``kvarn_hf/reference/normalize.py``.
+Inverse scales are kept where the reference keeps logarithms: adding a clamped log standard deviation is multiplying by
+the clamped standard deviation. Reference: ``kvarn_hf/reference/normalize.py``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ _TIE = tl.constexpr(1e-5)  # converged states differ by rounding noise alone: th
 def _variance(x, factor, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Variance of ``x * factor`` along one axis, by two passes: a mean may dwarf the deviation.
 
-    ``factor`` is a vector along that axis. The product is not kept but made twice, in the same instruction as what follows it: a second
-    tile would not fit the registers.
+    ``factor`` is a vector along that axis. The product is not kept but made twice, in the same instruction as what
+    follows it: a second tile would not fit the registers.
     """
     count: tl.constexpr = COLUMNS if AXIS == 1 else ROWS
     factor = tl.broadcast_to(tl.expand_dims(factor, 1 - AXIS), x.shape)
     mean = tl.sum(x * factor, AXIS) * (1.0 / count)
     residue = tl.fma(x, factor, tl.broadcast_to(tl.expand_dims(-mean, AXIS), x.shape))
-    if AXIS == 1:
-        residue = inside(residue, x.shape[0], COLUMNS, 0.0)
-    else:
-        residue = inside(residue, ROWS, x.shape[1], 0.0)
+    rows: tl.constexpr = x.shape[0] if AXIS == 1 else ROWS
+    columns: tl.constexpr = COLUMNS if AXIS == 1 else x.shape[1]
+    residue = inside(residue, rows, columns, 0.0)
     return tl.sum(residue * residue, AXIS) * (1.0 / count)
 
 
@@ -54,9 +53,11 @@ def _next(inverse, inverse_std):
 def variance_normalize(
     x, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """One over the columns' scale, ``[columns]``, that evens out the variance of columns and rows, relative to the tile's own.
+    """One over the columns' scale, ``[columns]``, that evens out the variance of columns and rows, relative to the
+    tile's own.
 
-    Only inverses are kept: a vector along the columns stands in every thread many times over, and is as dear as half the tile.
+    Only inverses are kept: a vector along the columns stands in every thread many times over, and is as dear as half
+    the tile.
     """
     unit = _inverse_spread(x, ROWS, COLUMNS)
     row = tl.full([x.shape[0]], 1.0, tl.float32)
@@ -76,8 +77,8 @@ def _range(std, COUNT: tl.constexpr):
 def variance_normalize_published(
     x, magnitude, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """One over the columns' scale, ``[columns]``, of Algorithm 1 of arXiv:2606.03458 for the tile ``x * magnitude``: absolute clamps,
-    and the state with the lowest imbalance of all that were seen."""
+    """One over the columns' scale, ``[columns]``, of Algorithm 1 of arXiv:2606.03458 for the tile ``x * magnitude``:
+    absolute clamps, and the state with the lowest imbalance of all that were seen."""
     row = tl.full([x.shape[0]], 1.0, tl.float32)
     column = tl.full([x.shape[1]], 1.0, tl.float32)
     unit = 1.0 / magnitude

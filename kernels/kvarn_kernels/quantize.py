@@ -42,34 +42,36 @@ LARGEST_HEAD_DIM = 512
 
 
 @triton.jit
-def _load(x_ptr, token_offset, stride_d, prescale_ptr, start, WIDTH: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """WIDTH channels from ``start`` on: ``[channel, token]`` of keys, times the prescale; ``[token, channel]`` of values."""
+def _load(
+    x_ptr, token_offset, stride_d, prescale_ptr, start, WIDTH: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr
+):
+    """WIDTH channels from ``start`` on: ``[channel, token]`` of keys, times the prescale; ``[token, channel]`` of
+    values."""
     d = start + tl.arange(0, WIDTH)
     if KEYS:
-        x = tl.load(x_ptr + token_offset[None, :] + (d.to(tl.int64) * stride_d)[:, None], mask=(d < DIM)[:, None], other=0.0)
+        x = tl.load(
+            x_ptr + token_offset[None, :] + (d.to(tl.int64) * stride_d)[:, None], mask=(d < DIM)[:, None], other=0.0
+        )
         if prescale_ptr is not None:
             factor = tl.load(prescale_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
             x = x.to(tl.float32) * factor[:, None]
     else:
-        x = tl.load(x_ptr + token_offset[:, None] + (d.to(tl.int64) * stride_d)[None, :], mask=(d < DIM)[None, :], other=0.0)
+        x = tl.load(
+            x_ptr + token_offset[:, None] + (d.to(tl.int64) * stride_d)[None, :], mask=(d < DIM)[None, :], other=0.0
+        )
     return x
 
 
 @triton.jit
-def _add_product(
-    tile, x, channel, start, dropped, unit, KEYS: tl.constexpr, BLOCK: tl.constexpr, SIGNS: tl.constexpr
-):
+def _add_product(tile, x, channel, start, dropped, unit, KEYS: tl.constexpr, BLOCK: tl.constexpr, SIGNS: tl.constexpr):
     """``tile`` plus the product of the matrix of signs with ``x``, the channels from ``start`` on, at magnitude 1.
 
     16-bit inputs are exact operands of the tensor cores; anything else is three bfloat16 numbers that add up to it.
     """
     x = tl.where(dropped, 0.0, x).to(x.dtype)
     chunk = start + tl.arange(0, x.shape[0] if KEYS else x.shape[1])
-    if KEYS:
-        signs = hadamard_signs(channel, chunk, BLOCK, SIGNS)
-    else:
-        signs = hadamard_signs(chunk, channel, BLOCK, SIGNS)
-    if SIGNS == tl.float32:  # interpreted
+    signs = hadamard_signs(channel, chunk, BLOCK, SIGNS) if KEYS else hadamard_signs(chunk, channel, BLOCK, SIGNS)
+    if SIGNS == tl.float32:  # noqa: SIM300 - interpreted
         x = x.to(tl.float32) * unit
         if KEYS:
             return tl.dot(signs, x, tile, input_precision="ieee")
@@ -108,10 +110,7 @@ def _rotate(
     TOKENS: tl.constexpr = token_offset.shape[0]
     HALVES: tl.constexpr = x.dtype == tl.float16
     SIGNS: tl.constexpr = tl.float32 if INTERPRETED else (tl.float16 if HALVES else tl.bfloat16)
-    if KEYS:
-        tile = tl.zeros([WIDTH, TOKENS], tl.float32)
-    else:
-        tile = tl.zeros([TOKENS, WIDTH], tl.float32)
+    tile = tl.zeros([WIDTH, TOKENS] if KEYS else [TOKENS, WIDTH], tl.float32)
     channel = first + tl.arange(0, WIDTH)
     if DIM > CHUNK:
         for start in range(0, DIM, CHUNK):
@@ -137,9 +136,11 @@ def _load_rotated(
     ROTATED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One tile, brought to magnitude 1 and rotated: ``[channel, token]`` of keys, ``[token, channel]`` of values, float32.
+    """One tile, brought to magnitude 1 and rotated: ``[channel, token]`` of keys, ``[token, channel]`` of values,
+    float32.
 
-    The channels are read twice where they do not fit one chunk: for the tile's exponent, and for the product with the matrix of signs.
+    The channels are read twice where they do not fit one chunk: for the tile's exponent, and for the product with the
+    matrix of signs.
 
     Returns
     -------
@@ -164,10 +165,36 @@ def _load_rotated(
     if DIM_PADDED > _WIDEST:
         # One product this wide would not leave its own accumulators enough registers.
         low = _rotate(
-            x, x_ptr, token_offset, stride_d, prescale_ptr, dropped, unit, 0, _WIDEST, KEYS, DIM, CHUNK, BLOCK, INTERPRETED
+            x,
+            x_ptr,
+            token_offset,
+            stride_d,
+            prescale_ptr,
+            dropped,
+            unit,
+            0,
+            _WIDEST,
+            KEYS,
+            DIM,
+            CHUNK,
+            BLOCK,
+            INTERPRETED,
         )
         high = _rotate(
-            x, x_ptr, token_offset, stride_d, prescale_ptr, dropped, unit, _WIDEST, _WIDEST, KEYS, DIM, CHUNK, BLOCK, INTERPRETED
+            x,
+            x_ptr,
+            token_offset,
+            stride_d,
+            prescale_ptr,
+            dropped,
+            unit,
+            _WIDEST,
+            _WIDEST,
+            KEYS,
+            DIM,
+            CHUNK,
+            BLOCK,
+            INTERPRETED,
         )
         both = tl.join(low, high)
         if KEYS:
@@ -176,7 +203,20 @@ def _load_rotated(
             tile = tl.reshape(tl.permute(both, (0, 2, 1)), (TOKENS, DIM_PADDED))
     else:
         tile = _rotate(
-            x, x_ptr, token_offset, stride_d, prescale_ptr, dropped, unit, 0, DIM_PADDED, KEYS, DIM, CHUNK, BLOCK, INTERPRETED
+            x,
+            x_ptr,
+            token_offset,
+            stride_d,
+            prescale_ptr,
+            dropped,
+            unit,
+            0,
+            DIM_PADDED,
+            KEYS,
+            DIM,
+            CHUNK,
+            BLOCK,
+            INTERPRETED,
         )
     return tile, exponent, broken
 
@@ -381,15 +421,16 @@ def quantize_kernel(
     Grid
         ``(2 * batch * heads * tiles,)``: the values' programs, which take longer, then the keys'; one tile each.
     Reads
-        key, value ``[batch, heads, tiles * TILE, dim]`` by their strides; prescale ``[batch, heads, KEY_DIM]`` (float16, contiguous) and
-        first ``[batch]`` (int64), each or None.
+        key, value ``[batch, heads, tiles * TILE, dim]`` by their strides; prescale ``[batch, heads, KEY_DIM]``
+        (float16, contiguous) and first ``[batch]`` (int64), each or None.
     Writes
         Slots ``slot`` to ``slot + tiles - 1`` of the eight contiguous arenas ``[batch, heads, capacity, ...]``.
     Precision
-        float32 throughout; the rotation's products are exact and its sums float32. What a tile becomes depends on the tile alone:
-        never on how many are quantized at once.
+        float32 throughout; the rotation's products are exact and its sums float32. What a tile becomes depends on the
+        tile alone: never on how many are quantized at once.
     Reference
-        ``kvarn_hf.reference.quantize.quantize_keys`` and ``quantize_values``; ``kvarn_hf.ops._repeat_counted`` for ``first``.
+        ``kvarn_hf.reference.quantize.quantize_keys`` and ``quantize_values``; ``kvarn_hf.ops._repeat_counted`` for
+        ``first``.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0) // 2
@@ -404,7 +445,8 @@ def quantize_kernel(
     if first_ptr is None:
         source = start + token
     else:
-        # Tokens before `first` are replaced, over and over, by the tile's later ones; a tile that is wholly before it stays as it is.
+        # Tokens before `first` are replaced, over and over, by the tile's later ones; a tile that is wholly before it
+        # stays as it is.
         skip = tl.load(first_ptr + batch) - position - start
         skip = tl.minimum(tl.maximum(skip, 0), TILE)
         skip = tl.where(skip == TILE, 0, skip).to(tl.int32)
@@ -473,15 +515,16 @@ def quantize_tiles(
     Parameters
     ----------
     keys, values : torch.Tensor
-        ``[batch, heads, n * tile_size, head_dim]``, float16, bfloat16 or float32, any strides; head_dim a multiple of 8, and each its own.
+        ``[batch, heads, n * tile_size, head_dim]``, float16, bfloat16 or float32, any strides; head_dim a multiple of
+        8, and each its own.
     prescale : torch.Tensor, optional
         ``[batch, heads, key_dim]``, float16: the keys' channel factors; None for factors of 1.
     first : torch.Tensor, optional
-        ``[batch]``, int64: each row's first position that counts; in a tile that begins before it the later tokens take the place of
-        those before it, over and over.
+        ``[batch]``, int64: each row's first position that counts; in a tile that begins before it the later tokens take
+        the place of those before it, over and over.
     key_arena, value_arena : tuple of torch.Tensor
-        Contiguous codes (uint8), channel scale, token scale and zero point (float16), ``[batch, heads, capacity, ...]``; tile_size is
-        the length of a token scale.
+        Contiguous codes (uint8), channel scale, token scale and zero point (float16), ``[batch, heads, capacity,
+        ...]``; tile_size is the length of a token scale.
     slot : int
         The first slot of the arenas to fill.
     position : int
@@ -546,5 +589,6 @@ def _shape_constants(dim: int, bits: int, method: str) -> tuple[int, int, int, i
 
 
 def _warps(elements: int) -> int:
-    """64 elements of a tile to a thread, as far as 16 warps go: a tile and its codes fit the registers, and little is exchanged."""
+    """64 elements of a tile to a thread, as far as 16 warps go: a tile and its codes fit the registers, and little is
+    exchanged."""
     return min(16, max(4, elements // 2048))

@@ -63,8 +63,8 @@ def search_grid(
     """Of the grids that span a share of each row's range, from 1 down to NARROWEST, the one with the smallest
     ``sum(|error| ** POWER)``; the first of equals.
 
-    With ``u = (x - min) / (max - min)`` every candidate's position on its grid is ``slope * u + offset`` with numbers that are the
-    same for all rows, and the row's own span drops out of the comparison.
+    With ``u = (x - min) / (max - min)`` every candidate's position on its grid is ``slope * u + offset`` with numbers
+    that are the same for all rows, and the row's own span drops out of the comparison.
     """
     LEVELS: tl.constexpr = 2.0**BITS - 1
     low, span = row_range(x, COLUMNS)
@@ -96,8 +96,9 @@ def search_grid(
 
 @triton.jit
 def refit_grid(x, codes, column_scale, scale, zero_point):
-    """Least-squares scale and zero point per row of ``x ~ column_scale * (codes * scale + zero_point)``; rows whose normal equations
-    are singular, or whose scale would not be positive, keep theirs. ``column_scale`` is zero outside the tile."""
+    """Least-squares scale and zero point per row of ``x ~ column_scale * (codes * scale + zero_point)``; rows whose
+    normal equations are singular, or whose scale would not be positive, keep theirs. ``column_scale`` is zero outside
+    the tile."""
     weighted = codes * column_scale[None, :]
     a11 = tl.sum(weighted * weighted, 1)
     a12 = tl.sum(weighted * column_scale[None, :], 1)
@@ -115,7 +116,8 @@ def refit_grid(x, codes, column_scale, scale, zero_point):
 
 @triton.jit
 def refit_columns(x, grid_values, column_scale, INTERPRETED: tl.constexpr):
-    """Least-squares column scale of ``x ~ column_scale * grid_values``; where it would not be positive, the one given."""
+    """Least-squares column scale of ``x ~ column_scale * grid_values``; where it would not be positive, the one
+    given."""
     energy = tl.sum(grid_values * grid_values, 0)
     product = tl.sum(x * grid_values, 0)
     new_scale = product * reciprocal(tl.where(energy > 0, energy, 1.0), INTERPRETED)

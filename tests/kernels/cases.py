@@ -12,10 +12,11 @@ from kvarn_hf.tiles import PackedTiles
 
 
 def tokens(shape, dtype=torch.float32, device="cpu", seed=0, outlier_channel=30.0):
-    """Normal tokens ``[batch, heads, tokens, head_dim]`` with a few channels and tokens that are larger than the rest."""
+    """Normal tokens ``[batch, heads, tokens, head_dim]`` with a few channels and tokens that are larger than the
+    rest."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
-    x = x * torch.rand(shape[:2] + (1, shape[3]), generator=generator).mul(2).exp()
+    x = x * torch.rand((*shape[:2], 1, shape[3]), generator=generator).mul(2).exp()
     x[..., 1] *= outlier_channel
     x[:, :, ::37] *= 4
     return x.to(device=device, dtype=dtype)
@@ -85,7 +86,9 @@ def codes_of(tiles: PackedTiles, config: KVarNConfig, slot=0):
 
 def dequantized(tiles: PackedTiles, prescale, config: KVarNConfig, slot=0):
     """Keys and values ``[batch, heads, tokens, head_dim]`` of the tiles from ``slot`` on, by the torch path."""
-    keys, values = (reference.Packed(*(t[:, :, slot : tiles.count] for t in part)) for part in (tiles.keys, tiles.values))
+    keys, values = (
+        reference.Packed(*(t[:, :, slot : tiles.count] for t in part)) for part in (tiles.keys, tiles.values)
+    )
     prescale = None if prescale is None else prescale.unsqueeze(2)
     keys = reference.dequantize_keys(keys, prescale, config)
     return keys.flatten(2, 3), reference.dequantize_values(values, config).flatten(2, 3)

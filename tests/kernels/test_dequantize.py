@@ -151,7 +151,9 @@ def test_strided_dense_tokens(device):
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 2), (8, 8)])
 def test_error_against_the_original(device, key_bits, value_bits):
     dtype = torch.float16
-    keys, values, config = filled((1, 1, 200, 128), dtype=dtype, device=device, key_bits=key_bits, value_bits=value_bits)
+    keys, values, config = filled(
+        (1, 1, 200, 128), dtype=dtype, device=device, key_bits=key_bits, value_bits=value_bits
+    )
     keys += 20 * torch.randn(128, device=device).to(dtype)  # a mean far above the deviation, as a key bias gives
     state = state_of(keys, values, config)
     packed_keys, packed_values = state.tiles.filled()
@@ -174,7 +176,7 @@ def _covering():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "key_bits", "value_bits", "dtype", "method", "tile_size"), list(_covering()))
 def test_many_tiles(head_dim, key_bits, value_bits, dtype, method, tile_size):
-    settings = dict(key_bits=key_bits, value_bits=value_bits, method=method, tile_size=tile_size)
+    settings = {"key_bits": key_bits, "value_bits": value_bits, "method": method, "tile_size": tile_size}
     check(state_of(*filled((2, 2, 12 * tile_size + 40, head_dim), dtype=dtype, device="cuda", **settings)))
 
 

@@ -18,7 +18,8 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 def check(keys, values, config, **kwargs):
     """Codes equal except at rounding ties, and no larger an error than the torch path's.
 
-    Where a scale itself falls on a tie of float16, some codes of its row move by one: a few of four bits, more of eight.
+    Where a scale itself falls on a tie of float16, some codes of its row move by one: a few of four bits, more of
+    eight.
     """
     slot = kwargs.get("slot", 0)
     expected, actual, prescale = cases.quantize_both(keys, values, config, **kwargs)
@@ -145,9 +146,7 @@ def test_a_broken_token_breaks_no_other(device, bad):
     broken[0, 0, 9, 3] = bad
     without[0, 0, 9] = 0
     prescale = torch.ones(1, 1, 64, device=device, dtype=torch.float16)
-    want, got = (
-        cases.dequantized(cases.quantize_both(t, t, config)[1], prescale, config) for t in (without, broken)
-    )
+    want, got = (cases.dequantized(cases.quantize_both(t, t, config)[1], prescale, config) for t in (without, broken))
     others = torch.arange(64, device=device) != 9
     for a, b in zip(want, got, strict=True):
         assert b[0, 0, 9].isnan().all()
