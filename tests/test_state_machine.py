@@ -450,3 +450,34 @@ def test_state_is_a_function_of_the_tokens(cuts, pads, residual, method, seed):
         if max(pads) < 2 or len(pads) == 1:  # tiles of nothing but padding are never read
             for ours, theirs in zip(part.state.tiles.filled(), whole.state.tiles.filled(), strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# Tokens like the first at the start, and as many again behind the cut.
+PADDING = [(200, 0), (200, 100), (190, 0), (190, 20), (100, 0), (100, 20), (2, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("kept", [1, 10, SINK, SINK + TILE, SINK + 2 * TILE, 170, 199])
+@pytest.mark.parametrize(("run", "more"), PADDING)
+def test_crop_inside_padding_and_go_on(run, more, kept):
+    """A run that was cut short ends where it was cut, or goes on there."""
+    config = KVarNConfig(tile_size=TILE, sink_length=SINK, residual_length=RESIDUAL)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 2, 600, dim, generator=generator) for dim in (16, 24))
+    keys[..., 5] *= 50
+    for x in (keys, values):
+        x[1, :, :run] = x[1, :, :1].clone()
+        x[1, :, 200 : 200 + more] = x[1, :, :1].clone()
+    cache, model = KVarNCache(kvarn=config), LayerModel(config, keys, values)
+
+    def update(new):
+        cache.update(keys[:, :, new], values[:, :, new], 0)
+        model.append(keys[:, :, new], values[:, :, new])
+        model.commit()
+
+    update(slice(0, 200))
+    cache.crop(kept - 200)
+    assert model.crop(kept)
+    for new in (slice(200, 230), slice(230, 600)):
+        update(new)
+        assert torch.equal(cache.layers[0].keys, model.read()[0])
+        assert torch.equal(cache.layers[0].values, model.read()[1])
