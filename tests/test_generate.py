@@ -33,7 +33,8 @@ class Run:
 def generate(model, inputs, cache, new_tokens: int, **kwargs) -> Run:
     """``model.generate`` with one cache."""
     if isinstance(inputs, torch.Tensor):
-        inputs = {"input_ids": inputs}
+        # The mask is how generate() tells a whole sequence from its new tokens alone.
+        inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
     inputs = {key: value.to(model.device) for key, value in inputs.items()}
     out = model.generate(
         **inputs,
@@ -74,7 +75,13 @@ def left_padded(model, new_cache, length, new):
 
 
 def assisted(model, new_cache, length, new):
-    return generate(model, tiny.prompt(1, length), new_cache(), new, assistant_model=tiny.draft(model.kind))
+    return generate(
+        model,
+        tiny.prompt(1, length),
+        new_cache(),
+        new,
+        assistant_model=tiny.draft(model.kind).to(model.device, model.dtype),
+    )
 
 
 def prompt_lookup(model, new_cache, length, new):
@@ -84,7 +91,7 @@ def prompt_lookup(model, new_cache, length, new):
 
 def custom_loop(model, new_cache, length, new):
     """Three candidates per step as a batch, of which the middle one is kept, and rows that change places."""
-    cache, ids = new_cache(), tiny.prompt(2, length)
+    cache, ids = new_cache(), tiny.prompt(2, length).to(model.device)
     logits = [tiny.forward(model, ids, cache)[:, -1]]
     tokens = [ids]
     for step in range(new):
@@ -92,7 +99,7 @@ def custom_loop(model, new_cache, length, new):
         cache.batch_repeat_interleave(3)
         scores = tiny.forward(model, candidates.reshape(-1, 1), cache)[:, -1]
         best = scores.amax(-1).reshape(2, 3).median(1).indices
-        chosen = torch.arange(2) * 3 + best
+        chosen = torch.arange(2, device=best.device) * 3 + best
         cache.batch_select_indices(tuple(chosen.tolist()) if step % 2 else chosen)
         tokens.append(candidates.gather(1, best[:, None]))
         logits.append(scores[chosen])
@@ -105,8 +112,9 @@ def custom_loop(model, new_cache, length, new):
 def multi_turn(model, new_cache, length, new):
     """Two turns with one cache; only the second one's new tokens are forwarded."""
     first = generate(model, tiny.prompt(1, length - new // 2 - 5), new_cache(), new // 2)
-    ids = torch.cat([first.tokens, tiny.prompt(1, 5, seed=1)], 1)
+    ids = torch.cat([first.tokens, tiny.prompt(1, 5, seed=1).to(model.device)], 1)
     second = generate(model, ids, first.cache, new)
+    assert second.cache.get_seq_length() == second.tokens.shape[1] - 1
     return Run(second.tokens, first.logits + second.logits, second.cache)
 
 
@@ -118,6 +126,7 @@ def prefix_copy(model, new_cache, length, new):
     for seed in (1, 2):
         ids = torch.cat([prefix, tiny.prompt(1, 7, seed)], 1)
         runs.append(generate(model, ids, copy.deepcopy(prefilled), new))
+        assert runs[-1].cache.get_seq_length() == length + new - 1
         assert prefilled.get_seq_length() == length - 8
     return Run(torch.cat([r.tokens for r in runs]), runs[0].logits + runs[1].logits, runs[1].cache)
 
@@ -147,7 +156,8 @@ def streaming(model, new_cache, length, new):
 def plain_tensor(model, new_cache, length, new):
     """Without return_dict_in_generate."""
     cache = new_cache()
-    ids = model.generate(tiny.prompt(2, length), **{tiny.CACHE_NAME: cache}, max_new_tokens=new, do_sample=False)
+    prompt = tiny.prompt(2, length).to(model.device)
+    ids = model.generate(prompt, **{tiny.CACHE_NAME: cache}, max_new_tokens=new, do_sample=False)
     return Run(ids, [], cache)
 
 
@@ -167,8 +177,8 @@ MODES = (
     plain_tensor,
 )
 
-# What DynamicCache itself cannot do: Transformers refuses drafts for models with a state ("stateful models"), and its layers
-# for linear attention have no batch_repeat_interleave.
+# What DynamicCache itself cannot do: Transformers refuses drafts for models with a state ("stateful models"), and its
+# layers for linear attention have no batch_repeat_interleave.
 _NOT_IN_TRANSFORMERS = {(name, mode) for name in tiny.LINEAR for mode in (assisted, prompt_lookup, custom_loop)}
 if tiny.CACHE_NAME == "past_key_values":
     # Transformers 5.17 builds a mask of the wrong size for a draft model's own window layers.
