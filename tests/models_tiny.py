@@ -118,15 +118,20 @@ def build(name: str, *, seed: int = 0, **changes) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(config).eval()
     model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=None, eos_token_id=None)
+    model.kind = name
     return model
 
 
 @cache
 def model(name: str) -> PreTrainedModel:
     """The shared model of that kind; not to be changed."""
-    shared = build(name)
-    shared.kind = name
-    return shared
+    return build(name)
+
+
+@cache
+def gpu_model(name: str) -> PreTrainedModel:
+    """:func:`model` on a GPU, in bfloat16; not to be changed."""
+    return build(name).to("cuda", torch.bfloat16)
 
 
 @cache
@@ -163,4 +168,4 @@ CACHE_NAME = "cache" if "cache" in inspect.signature(tf.LlamaForCausalLM.forward
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, cache: tf.Cache, **kwargs) -> torch.Tensor:
     """One forward pass through ``cache``; the logits ``[batch, tokens, vocabulary]``."""
     with torch.no_grad():
-        return model(input_ids=input_ids, use_cache=True, **{CACHE_NAME: cache}, **kwargs).logits
+        return model(input_ids=input_ids.to(model.device), use_cache=True, **{CACHE_NAME: cache}, **kwargs).logits
