@@ -76,14 +76,7 @@ def left_padded(model, new_cache, length, new):
 
 def assisted(model, new_cache, length, new):
     draft = copy.deepcopy(tiny.draft(model.kind)).to(model.device, model.dtype)
-    draft = tiny.draft(model.kind).to(model.device, model.dtype)
-    return generate(
-        model,
-        tiny.prompt(1, length),
-        new_cache(),
-        new,
-        assistant_model=tiny.draft(model.kind).to(model.device, model.dtype),
-    )
+    return generate(model, tiny.prompt(1, length), new_cache(), new, assistant_model=draft)
 
 
 def prompt_lookup(model, new_cache, length, new):
@@ -228,16 +221,12 @@ def test_quantized_runs_past_three_tiles(name, mode):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "mode"), COMBINATIONS)
-def test_on_a_gpu(name, mode):
-    """Both, in bfloat16 and with the kernels."""
+@pytest.mark.parametrize("mode", [greedy, left_padded, beam_search], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_all_sink_is_bit_equal_on_a_gpu(name, mode):
     model = tiny.gpu_model(name)
     run = mode(model, lambda: KVarNCache(model.config, ALL_SINK), 60, 12)
     assert_equal(run, mode(model, lambda: DynamicCache(config=model.config), 60, 12))
-    run = mode(model, lambda: KVarNCache(model.config, SMALL), 190, 20)
-    assert run.tokens.shape[1] == 210
-    assert tile_count(run.cache) == 3
-    assert all(logits.isfinite().all() for logits in run.logits)
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)

@@ -1,0 +1,126 @@
+"""``generate()`` on a GPU with the fused attention: every mode, against the same cache read by dequantizing."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvarn_hf import KVarNCache, KVarNConfig
+from tests import models_tiny as tiny
+from tests import test_generate as modes
+
+pytestmark = pytest.mark.gpu
+
+SMALL = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
+
+
+@cache
+def model(name: str, attention: str):
+    """The tiny model of that kind, in bfloat16 on the GPU; not to be changed."""
+    on_gpu = copy.deepcopy(tiny.model(name)).to("cuda", torch.bfloat16)
+    on_gpu.set_attn_implementation(attention)
+    on_gpu.kind = name
+    return on_gpu
+
+
+@pytest.fixture(autouse=True)
+def _draft_of_its_own(monkeypatch):
+    monkeypatch.setattr(tiny, "draft", cache(lambda name, draft=tiny.draft: copy.deepcopy(draft(name))))
+
+
+MODES = (
+    modes.greedy,
+    modes.sampling,
+    modes.num_return_sequences,
+    modes.beam_search,
+    modes.left_padded,
+    modes.assisted,
+    modes.prompt_lookup,
+    modes.custom_loop,
+    modes.multi_turn,
+    modes.prefix_copy,
+    modes.chunked_prefill,
+    modes.streaming,
+    modes.plain_tensor,
+)
+
+
+def assert_close(run: modes.Run, expected: modes.Run) -> None:
+    """Equal up to the attention's rounding: logits are compared as long as the tokens before them are the same."""
+    assert run.tokens.shape == expected.tokens.shape
+    steps = min(len(run.logits), len(expected.logits))
+    for step in range(steps):
+        logits, other = run.logits[step].float(), expected.logits[step].float()
+        if logits.shape != other.shape:
+            break
+        scale = other.std()
+        assert (logits - other).abs().mean() < 0.05 * scale, f"step {step}"
+        if not torch.equal(logits.argmax(-1), other.argmax(-1)):
+            break
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "sdpa"), ("llama", "kvarn"), ("gemma3", "sdpa"), ("phi3", "kvarn")],
+)
+def test_fused_equals_dequantized(name, attention, mode):
+    on_gpu = model(name, attention)
+    torch.manual_seed(0)
+    run = mode(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL), 190, 20)
+    assert run.cache.report()["reads"]["fused"] > 0
+    assert run.tokens.shape[1] == 210
+    assert modes.tile_count(run.cache) == 3
+    torch.manual_seed(0)
+    expected = mode(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL, fused=False), 190, 20)
+    assert expected.cache.report()["reads"]["fused"] == 0
+    assert_close(run, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_greedy_on_every_kind_of_model(name):
+    on_gpu = model(name, "kvarn")
+    run = modes.greedy(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL), 190, 12)
+    expected = modes.greedy(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL, fused=False), 190, 12)
+    assert_close(run, expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvarn"])
+def test_left_padded_rows_are_as_good_as_alone(attention):
+    on_gpu = model("llama", attention)
+    lengths = [600, 600 - 128, 333]
+    batch = {k: v.to("cuda") for k, v in tiny.left_padded(lengths).items()}
+
+    def logits(cache, inputs) -> torch.Tensor:
+        # The first of the new tokens is read exactly; quantized history is seen from the second on.
+        return torch.stack(modes.generate(on_gpu, inputs, cache, 4).logits[1:]).float().log_softmax(-1)
+
+    together = logits(KVarNCache(on_gpu.config, SMALL), batch)
+    for row, length in enumerate(lengths):
+        ids = batch["input_ids"][row : row + 1, -length:]
+        dense = logits(DynamicCache(config=on_gpu.config), ids)[:, 0]
+        alone = logits(KVarNCache(on_gpu.config, SMALL), ids)[:, 0]
+
+        def divergence(other, dense=dense) -> float:
+            return (dense.exp() * (dense - other)).sum(-1).mean().item()
+
+        assert divergence(together[:, row]) <= 3 * divergence(alone) + 0.02
+
+
+def test_operations_per_step_do_not_depend_on_the_length():
+    on_gpu = model("llama", "sdpa")
+    counts = []
+    for length in (1000, 5000):
+        cache = KVarNCache(on_gpu.config)
+        tiny.forward(on_gpu, tiny.prompt(1, length), cache)
+        step = tiny.prompt(1, 1)
+        tiny.forward(on_gpu, step, cache)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            tiny.forward(on_gpu, step, cache)
+            torch.cuda.synchronize()
+        counts.append(sum(event.count for event in profile.key_averages()))
+    assert counts[0] == counts[1]
