@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvarn_hf.config import KVarNConfig
+from kvarn_hf.padding import gather_tokens
 from kvarn_hf.reference import folded_attention
 from kvarn_hf.reference import quantize as reference
 from kvarn_hf.reference.quantize import Packed
@@ -64,7 +65,7 @@ def quantize(
     first : torch.Tensor, optional
         ``[batch]``, int64: each row's first position that is read from its tiles. Earlier tokens are kept elsewhere,
         and in a tile that begins before it the later tokens take their place, over and over, so that they shape no
-        scale.
+        scale. A tile that is wholly before it becomes zero.
     """
     if uses_kernels(keys.device):
         from kvarn_kernels.quantize import quantize_tiles
@@ -222,10 +223,11 @@ def _repeat_counted(x: torch.Tensor, first: torch.Tensor, size: int) -> torch.Te
     """In every tile, replace the tokens before ``first`` (``[batch]``, relative to ``x``) by the later ones."""
     start = torch.arange(0, x.shape[2], size, device=x.device)
     skip = (first[:, None] - start).clamp(0, size)[..., None]  # [batch, tile, 1]
-    skip = torch.where(skip == size, 0, skip)  # nothing in this tile counts: take it as it is
+    void = (skip == size).expand(-1, -1, size).flatten(1)  # nothing in these tiles counts
+    skip = torch.where(skip == size, 0, skip)
     token = torch.arange(size, device=x.device)
     source = start[:, None] + skip + (token - skip) % (size - skip)
-    return x.gather(2, source.flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return gather_tokens(x, source.flatten(1)).masked_fill(void[:, None, :, None], 0)
 
 
 def _chunks(count: int, tile: torch.Tensor) -> list[slice]:

@@ -66,13 +66,15 @@ class LeftPadding:
     def sinks(self, state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[batch, heads, sink_length, head_dim]`` of each row's first tokens behind its padding.
 
-        Those that are not there yet are filled in by a later call, while they are still dense.
+        Those that are not there yet are zero, and filled in by a later call, while they are still dense.
         """
         slot = torch.arange(state.config.sink_length, device=self.run.device)
         position = self.length[:, None] + slot
         held = position >= state.tail_start
         index = torch.where(held, _dense_index(state, position), slot).clamp(0, state.dense.length - 1)
-        return gather_tokens(state.dense.keys, index), gather_tokens(state.dense.values, index)
+        missing = (position >= state.length)[:, None, :, None]
+        keys, values = (gather_tokens(x, index).masked_fill(missing, 0) for x in (state.dense.keys, state.dense.values))
+        return keys, values
 
     def restored(
         self, keys: torch.Tensor, sinks: torch.Tensor, run_token: torch.Tensor, tail_start: int

@@ -126,6 +126,7 @@ def _rotate(
 def _load_rotated(
     x_ptr,
     token_offset,
+    void,
     stride_d,
     prescale_ptr,
     KEYS: tl.constexpr,
@@ -142,6 +143,8 @@ def _load_rotated(
     The channels are read twice where they do not fit one chunk: for the tile's exponent, and for the product with the
     matrix of signs.
 
+    A ``void`` tile is zero: nobody reads it, and what it becomes must not depend on the tokens' prescale.
+
     Returns
     -------
     tile, exponent (scalar), broken ``[token]``: tokens with a NaN or an infinity, which are zero in the tile.
@@ -155,9 +158,10 @@ def _load_rotated(
         bits = tl.maximum(bits, tl.max(magnitude, CHANNEL_AXIS))
     broken = bits >= _INFINITY_BITS
     largest = tl.max(tl.where(broken, 0, bits), 0).to(tl.float32, bitcast=True)
-    exponent = exponent_of(largest)
-    unit = power_of_two(-exponent)
+    exponent = tl.where(void, 0, exponent_of(largest))
+    unit = tl.where(void, 0.0, power_of_two(-exponent))
     dropped = broken[None, :] if KEYS else broken[:, None]
+    broken &= not void
     if not ROTATED:
         tl.static_assert(CHUNK == DIM_PADDED)
         return tl.where(dropped, 0.0, x.to(tl.float32)) * unit, exponent, broken
@@ -253,6 +257,7 @@ def _fold_exponent(scale, zero_point, column_scale, exponent, COLUMNS: tl.conste
 def _quantize_keys(
     x_ptr,
     token_offset,
+    void,
     stride_d,
     prescale_ptr,
     codes_ptr,
@@ -274,6 +279,7 @@ def _quantize_keys(
     x, exponent, broken = _load_rotated(
         x_ptr,
         token_offset,
+        void,
         stride_d,
         prescale_ptr,
         True,
@@ -311,6 +317,7 @@ def _quantize_keys(
 def _quantize_values(
     x_ptr,
     token_offset,
+    void,
     stride_d,
     codes_ptr,
     channel_scale_ptr,
@@ -331,6 +338,7 @@ def _quantize_values(
     x, exponent, broken = _load_rotated(
         x_ptr,
         token_offset,
+        void,
         stride_d,
         None,
         False,
@@ -442,20 +450,23 @@ def quantize_kernel(
     arena = row.to(tl.int64) * capacity + slot + tile
     token = tl.arange(0, TILE)
     start = tile.to(tl.int64) * TILE
+    void = program < 0
     if first_ptr is None:
         source = start + token
     else:
         # Tokens before `first` are replaced, over and over, by the tile's later ones; a tile that is wholly before it
-        # stays as it is.
+        # is void.
         skip = tl.load(first_ptr + batch) - position - start
         skip = tl.minimum(tl.maximum(skip, 0), TILE)
-        skip = tl.where(skip == TILE, 0, skip).to(tl.int32)
+        void = skip == TILE
+        skip = tl.where(void, 0, skip).to(tl.int32)
         counted = TILE - skip
         source = start + skip + (token - skip + counted * TILE) % counted
     if is_key:
         _quantize_keys(
             key_ptr + batch * stride_k_b + head * stride_k_h,
             source * stride_k_t,
+            void,
             stride_k_d,
             prescale_ptr if prescale_ptr is None else prescale_ptr + row.to(tl.int64) * KEY_DIM,
             key_codes_ptr + arena * (TILE * KEY_BITS // 8 * KEY_DIM),
@@ -477,6 +488,7 @@ def quantize_kernel(
         _quantize_values(
             value_ptr + batch * stride_v_b + head * stride_v_h,
             source * stride_v_t,
+            void,
             stride_v_d,
             value_codes_ptr + arena * (VALUE_DIM * VALUE_BITS // 8 * TILE),
             value_channel_scale_ptr + arena * VALUE_DIM,
