@@ -64,7 +64,10 @@ class PackedTiles:
 
     def emptied(self) -> PackedTiles:
         """No tiles, and no memory for any."""
-        keys, values = (Packed(*(t.new_empty(*t.shape[:2], 0, *t.shape[3:]) for t in part)) for part in self._parts)
+        batch = self.keys.codes.shape[0] if self.rows is None else self.rows.shape[0]
+        keys, values = (
+            Packed(*(t.new_empty(batch, t.shape[1], 0, *t.shape[3:]) for t in part)) for part in self._parts
+        )
         return PackedTiles(keys, values, 0)
 
     @property

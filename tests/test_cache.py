@@ -710,3 +710,17 @@ class TestBadInput:
     def test_a_linear_model_without_its_config(self):
         with pytest.raises(ValueError, match=r"build it with KVarNCache\(config=model.config\)"):
             tiny.forward(tiny.model("qwen3_next"), tiny.prompt(1, 10), KVarNCache())
+
+
+def test_emptied_after_batch_operations():
+    """Rows that share their tiles have tiles of their own again once the cache has been emptied and refilled."""
+    cache = KVarNCache(kvarn=KVarNConfig(tile_size=64, sink_length=8, residual_length=8))
+    cache.update(torch.randn(1, 2, 200, 16), torch.randn(1, 2, 200, 16), 0)
+    cache.batch_repeat_interleave(3)
+    cache.crop(-200)
+    keys, values = torch.randn(3, 2, 200, 16), torch.randn(3, 2, 200, 16)
+    cache.update(keys, values, 0)
+    fresh = KVarNCache(kvarn=cache.kvarn)
+    fresh.update(keys, values, 0)
+    assert torch.equal(cache.layers[0].keys, fresh.layers[0].keys)
+    assert torch.equal(cache.layers[0].values, fresh.layers[0].values)
