@@ -1,7 +1,13 @@
 """Settings for every test."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when a kernel is defined, whichever test imports one first.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # More are slower for tensors this small.
 torch.set_num_threads(1)
