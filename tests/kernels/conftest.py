@@ -5,10 +5,6 @@ import os
 import pytest
 import torch
 
-# Read when a kernel is defined, so before anything imports Triton.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
