@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from kvarn_hf.tiles import PackedTiles
 
 # More than three times the L2 cache of the largest GPUs of today.
 _COLD_BYTES = 200_000_000
+_WARM_UP_MS = 20.0  # an idle GPU needs milliseconds to reach its clock
 
 
 class Shape(NamedTuple):
@@ -98,25 +99,28 @@ class Inputs:
         packed = sum(t.numel() * t.element_size() for t in self.tiles.tensors) * used
         return int(packed) + 2 * (self.dense_keys.numel() + self.dense_values.numel())
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of :func:`kvarn_kernels.decode_attention.decode_attention`."""
-        config = self.config
-        positional = (self.query, self.tiles.keys, self.tiles.values, self.prescale, None, self.dense_keys, self.dense_values)
-        named = {
-            "count": self.tiles.count,
-            "sink_length": config.sink_length,
-            "key_bits": config.key_bits,
-            "value_bits": config.value_bits,
-            "rotated": True,
-            "scaling": self.query.shape[-1] ** -0.5,
-        }
-        return (*positional, None, None), named
-
     def attend(self, **options: Any) -> torch.Tensor:
+        """The fused attention; ``options`` of :func:`kvarn_kernels.decode_attention.decode_attention`."""
         from kvarn_kernels.decode_attention import decode_attention
 
-        positional, named = self.arguments()
-        return decode_attention(*positional, **named, **options)
+        return decode_attention(
+            self.query,
+            self.tiles.keys,
+            self.tiles.values,
+            self.prescale,
+            None,
+            self.dense_keys,
+            self.dense_values,
+            None,
+            None,
+            count=self.tiles.count,
+            sink_length=self.config.sink_length,
+            key_bits=self.config.key_bits,
+            value_bits=self.config.value_bits,
+            rotated=True,
+            scaling=self.query.shape[-1] ** -0.5,
+            **options,
+        )
 
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole cache as bfloat16, by the dequantizing kernel."""
@@ -142,12 +146,13 @@ class Inputs:
         """Keys and values of the first row, ``[1, heads, context, head_dim]``, not rounded to bfloat16."""
         count, sink = self.tiles.count, self.config.sink_length
         keys, values = (Packed(*(t[:1, :, :count] for t in part)) for part in (self.tiles.keys, self.tiles.values))
-        parts = (
-            (self.dense_keys, reference.dequantize_keys(keys, self.prescale[:1].unsqueeze(2), self.config)),
-            (self.dense_values, reference.dequantize_values(values, self.config)),
-        )
-        return tuple(
-            torch.cat([d[:1, :, :sink].float(), tile.flatten(2, 3), d[:1, :, sink:].float()], 2) for d, tile in parts
+
+        def joined(dense: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+            return torch.cat([dense[:1, :, :sink].float(), tiles.flatten(2, 3), dense[:1, :, sink:].float()], 2)
+
+        return (
+            joined(self.dense_keys, reference.dequantize_keys(keys, self.prescale[:1].unsqueeze(2), self.config)),
+            joined(self.dense_values, reference.dequantize_values(values, self.config)),
         )
 
 
@@ -167,15 +172,20 @@ def error_of(inputs: Inputs, **options: Any) -> tuple[float, float]:
     if not torch.equal(got, inputs.attend(**options)):
         raise RuntimeError("the fused attention gave other bits at the second run")
     groups = query.shape[1] // keys.shape[1]
-    low = [x.bfloat16().repeat_interleave(groups, 1) for x in (keys, values)]
-    rounded = scaled_dot_product_attention(query, *low, scale=scaling).transpose(1, 2)
+    low_keys, low_values = (x.bfloat16().repeat_interleave(groups, 1) for x in (keys, values))
+    rounded = scaled_dot_product_attention(query, low_keys, low_values, scale=scaling).transpose(1, 2)
     error, bound = (((x.double() - want).norm() / want.norm()).item() for x in (got[:1], rounded))
     if not error <= 2 * bound:
         raise RuntimeError(f"the fused attention errs by {error:.1e}, bfloat16 SDPA by {bound:.1e}")
     return error, bound
 
 
-def milliseconds(calls: list[Callable[[], object]], replays: int = 15) -> float:
+def cold_sets(shape: Shape, preset: str, first: Inputs) -> list[Inputs]:
+    """``first`` and as many more inputs as it takes to find none of them in a cache."""
+    return [first, *(Inputs.random(shape, preset, seed) for seed in range(1, -(-_COLD_BYTES // first.packed_bytes)))]
+
+
+def milliseconds(calls: Sequence[Callable[[], object]], replays: int = 51) -> float:
     """Median time of one call, in milliseconds: a graph of all calls, replayed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -190,22 +200,28 @@ def milliseconds(calls: list[Callable[[], object]], replays: int = 15) -> float:
         for _ in range(repeats):
             for call in calls:
                 call()
-    times = []
-    for _ in range(replays + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / (len(calls) * repeats))
-    return statistics.median(times[2:])
+    times: list[float] = []
+    while len(times) < 2 or sum(times) < _WARM_UP_MS:
+        times.append(_elapsed(graph.replay))
+    times = [_elapsed(graph.replay) for _ in range(replays)]
+    return statistics.median(times) / (len(calls) * repeats)
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def copy_bandwidth() -> float:
     """Bytes read plus bytes written per second by a large copy on the device."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.empty(1 << 28, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / (milliseconds([lambda: target.copy_(source)]) / 1e3)
+    times = [_elapsed(lambda: target.copy_(source)) for _ in range(12)]  # a graph would not time the same copy
+    return 2 * source.numel() * source.element_size() / (statistics.median(times[2:]) / 1e3)
 
 
 def dense_milliseconds(shape: Shape) -> dict[str, float]:
@@ -260,11 +276,12 @@ def attention(shapes: Iterable[Shape] = SHAPES, presets: Iterable[str] = PRESETS
     """
     bandwidth = copy_bandwidth()
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16; copy bandwidth {bandwidth / 1e12:.2f} TB/s\n"
-        "times in microseconds, medians of CUDA graph replays over cold inputs; 'of copy' is packed bytes per second over "
-        "copy bandwidth\n\n"
-        "| batch, context, KV heads, query/KV, head_dim | preset | packed | of copy | floor | best dense | times faster "
-        "| dequantize + SDPA | error (SDPA's) |\n|---|---|---|---|---|---|---|---|---|",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16; "
+        f"copy bandwidth {bandwidth / 1e12:.2f} TB/s\n"
+        "times in microseconds, medians of CUDA graph replays over cold inputs; 'of copy' is packed bytes per second "
+        "over copy bandwidth\n\n"
+        "| batch, context, KV heads, query/KV, head_dim | preset | packed | of copy | floor | best dense "
+        "| times faster | dequantize + SDPA | error (SDPA's) |\n|---|---|---|---|---|---|---|---|---|",
         flush=True,
     )
     results = []
@@ -274,8 +291,7 @@ def attention(shapes: Iterable[Shape] = SHAPES, presets: Iterable[str] = PRESETS
             first = Inputs.random(shape, preset)
             error, bound = error_of(first)
             torch.cuda.empty_cache()
-            sets = [first]
-            sets += [Inputs.random(shape, preset, seed) for seed in range(1, -(-_COLD_BYTES // first.packed_bytes))]
+            sets = cold_sets(shape, preset, first)
             packed = milliseconds([s.attend for s in sets])
             del sets
             dense = dense or dense_milliseconds(shape)
@@ -304,9 +320,9 @@ def attention(shapes: Iterable[Shape] = SHAPES, presets: Iterable[str] = PRESETS
                 }
             )
             print(
-                f"| {', '.join(map(str, shape))} | {preset} | {packed * 1e3:.1f} | {floor / packed:.0%} | {floor * 1e3:.1f} "
-                f"| {dense[best] * 1e3:.1f} ({best}) | {dense[best] / packed:.2f} | {slow * 1e3:.0f} "
-                f"| {error:.1e} ({bound:.1e}) |",
+                f"| {', '.join(map(str, shape))} | {preset} | {packed * 1e3:.1f} | {floor / packed:.0%} "
+                f"| {floor * 1e3:.1f} | {dense[best] * 1e3:.1f} ({best}) | {dense[best] / packed:.2f} "
+                f"| {slow * 1e3:.0f} | {error:.1e} ({bound:.1e}) |",
                 flush=True,
             )
             del first, dequantize_and_attend

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,79 +14,93 @@ import torch
 class Tuning(NamedTuple):
     """One row of the table.
 
-    programs : programs per multiprocessor that a launch aims at (the split of the context follows from it)
     block : dense tokens per step
+    weight : how many such steps take as long as one tile
     warps, stages : of every program
     registers : the most a thread may use; None leaves it to the compiler
+    dense_stages : of the loop over dense tokens
     """
 
-    programs: float
     block: int
+    weight: int
     warps: int
     stages: int
     registers: int | None
+    dense_stages: int
 
 
-class Launch(NamedTuple):
-    """What a call needs: into how many slices the tiles and the dense tokens are cut, and the launch options."""
+class Cut(NamedTuple):
+    """How the work of one unit is cut.
 
-    splits: int
-    dense_splits: int
-    block: int
-    warps: int
-    stages: int
-    registers: int | None
+    slices : programs per unit
+    dense_slices : how many of them, the first ones, have dense tokens
+    skipped : how many of them, the first ones, have no tiles
+    """
+
+    slices: int
+    dense_slices: int
+    skipped: int
 
 
 # (capability, query columns per program, the larger head_dim up to): the first row that fits is taken.
 TABLE: tuple[tuple[tuple[int, int, int], Tuning], ...] = (
-    ((9, 4, 128), Tuning(programs=14, block=16, warps=1, stages=2, registers=None)),
-    ((9, 8, 128), Tuning(programs=8, block=16, warps=1, stages=2, registers=None)),
-    ((9, 8, 256), Tuning(programs=8, block=16, warps=1, stages=2, registers=None)),
+    ((9, 4, 128), Tuning(block=16, weight=2, warps=1, stages=2, registers=None, dense_stages=2)),
+    ((9, 4, 256), Tuning(block=16, weight=1, warps=1, stages=2, registers=None, dense_stages=2)),
+    ((9, 8, 128), Tuning(block=16, weight=2, warps=1, stages=2, registers=None, dense_stages=3)),
+    ((9, 8, 256), Tuning(block=16, weight=1, warps=1, stages=2, registers=None, dense_stages=2)),
 )
-_OTHERWISE = Tuning(programs=8, block=16, warps=1, stages=2, registers=None)
+_OTHERWISE = Tuning(block=16, weight=2, warps=1, stages=2, registers=None, dense_stages=2)
 
-_MOST_SPLITS = 128
-_DENSE_TOKENS = 64  # per program, while the GPU is not full
+# Without a GPU: the interpreter runs one program after the other.
+_INTERPRETED_PROGRAMS = 16
+_MOST_SLICES = 256  # what is combined in one step
+# Every architecture that the kernels run on has these.
+_REGISTERS, _SCHEDULERS, _MOST_PROGRAMS, _RESERVED_SHARED = 65536, 4, 32, 1024
+
+
+@lru_cache(maxsize=256)
+def tuning_for(device: int | None, columns: int, head_dim: int) -> Tuning:
+    """The row of :data:`TABLE` for a CUDA device (None: the interpreter), columns per program and padded head_dim."""
+    major = 0 if device is None else torch.cuda.get_device_properties(device).major
+    fitting = (t for (arch, most, dim), t in TABLE if arch == major and columns <= most and head_dim <= dim)
+    return next(fitting, _OTHERWISE)
+
+
+def programs_at_once(kernel: Any, device: int | None) -> int:
+    """How many programs of a compiled kernel the GPU holds at the same time."""
+    if device is None:
+        return _INTERPRETED_PROGRAMS
+    properties = torch.cuda.get_device_properties(device)
+    warps, registers_of_warp = kernel.metadata.num_warps, -(-kernel.n_regs * 32 // 256) * 256
+    # Every scheduler has registers of its own.
+    by_registers = _REGISTERS // _SCHEDULERS // registers_of_warp * _SCHEDULERS // warps
+    by_shared = properties.shared_memory_per_multiprocessor // (kernel.metadata.shared + _RESERVED_SHARED)
+    return max(1, min(by_registers, by_shared, _MOST_PROGRAMS)) * properties.multi_processor_count
 
 
 @lru_cache(maxsize=4096)
-def attention_launch(
-    device: int | None, units: int, count: int, dense_length: int, columns: int, head_dim: int
-) -> Launch:
-    """The launch for ``units`` independent problems (batch x KV heads x blocks of query columns) of ``count`` tiles.
+def plan(programs: int, units: int, count: int, dense_length: int, block: int, weight: int, slices: int = 0) -> Cut:
+    """Cut the work of each of ``units`` problems so that ``programs``, all that fit at once, end together.
 
     Parameters
     ----------
-    device : int, optional
-        CUDA device; None for the interpreter.
-    dense_length : int
-        Dense tokens, best rounded up, so that few different values come in.
-    columns : int
-        Query columns per program.
-    head_dim : int
-        The larger of both padded head_dims.
+    programs : int
+        See :func:`programs_at_once`.
+    units : int
+        Independent problems: batch x KV heads x blocks of query columns.
+    count, dense_length : int
+        Tiles and dense tokens of each.
+    block, weight : int
+        See :class:`Tuning`.
+    slices : int
+        0, or the number of slices to take instead.
     """
-    major, multiprocessors = _device(device)
-    fitting = (t for (arch, most, dim), t in TABLE if arch == major and columns <= most and head_dim <= dim)
-    tuning = next(fitting, _OTHERWISE)
-    return plan(tuning, units, count, dense_length, multiprocessors)
-
-
-def plan(tuning: Tuning, units: int, count: int, dense_length: int, multiprocessors: int) -> Launch:
-    """How ``tuning`` cuts one problem. All slices of tiles are equally long, give or take one tile."""
-    programs = max(1, round(tuning.programs * multiprocessors / units))
-    splits = min(count, programs, _MOST_SPLITS)
-    if splits:  # no slice needs more tiles than the longest, so fewer slices may do
-        longest = -(-count // splits)
-        splits = -(-count // longest)
-    dense_splits = min(-(-dense_length // _DENSE_TOKENS), max(1, programs // 2), 16)
-    return Launch(splits, dense_splits, tuning.block, tuning.warps, tuning.stages, tuning.registers)
-
-
-@lru_cache(maxsize=16)
-def _device(index: int | None) -> tuple[int, int]:
-    if index is None:
-        return 0, 1
-    properties = torch.cuda.get_device_properties(index)
-    return properties.major, properties.multi_processor_count
+    dense = max(1, -(-dense_length // block))
+    work = dense + count * weight
+    if slices == 0:
+        # No slice needs more tiles than the longest, so fewer slices may do.
+        longest = -(-work // (weight * min(_MOST_SLICES - 2, max(1, programs // units))))
+        slices = -(-work // (weight * longest))
+    dense_slices = min(slices, -(-dense * slices // work))
+    skipped = min(slices, -(-(dense + 1) * slices // work) - 1)
+    return Cut(slices, dense_slices, skipped)

@@ -79,7 +79,7 @@ def check(state, query, mask=None, launch=None, **options):
     keys, values = dequantized(state)
     options = {"scaling": query.shape[-1] ** -0.5, **options}
     want = attention(query, keys, values, mask, **options)
-    got = by_kernel(state, query, mask, launch=launch, **options)
+    got = by_kernel(state, query, mask, **options, **(launch or {}))
     assert got.shape == want.shape and got.dtype == query.dtype and got.is_contiguous()
     error = (got.double() - want).norm() / want.norm()
     low = torch.bfloat16
@@ -226,13 +226,15 @@ def test_strides(device):
     assert torch.equal(by_kernel(state, query.transpose(2, 3).contiguous().transpose(2, 3)), want)
 
 
-@pytest.mark.parametrize("splits, dense_splits", ((1, 1), (2, 3), (3, 2)))
-def test_every_cut_gives_the_same(device, splits, dense_splits):
-    from kvarn_kernels.launch_table import Launch
-
+@pytest.mark.parametrize("slices", (1, 2, 3, 7, 40))
+@pytest.mark.parametrize("pads", (None, (3, 90)))
+def test_every_cut_gives_the_same(device, slices, pads):
     config = KVarNConfig(tile_size=64, sink_length=32, residual_length=64)
-    state = make_state(config, device, torch.float16)
-    check(state, make_query(state, heads=4), launch=Launch(splits, dense_splits, 16, 1, 2, None))
+    state = make_state(config, device, torch.float16, pads=pads)
+    mask = None
+    if pads is not None:
+        mask = torch.arange(state.length, device=device) >= torch.tensor(pads, device=device)[:, None, None, None]
+    check(state, make_query(state, heads=4), mask, launch={"slices": slices})
 
 
 def spiky(state, where, factor):
@@ -288,14 +290,19 @@ def test_what_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("bits", ((4, 2), (2, 2), (3, 2), (4, 4), (8, 4)))
-@pytest.mark.parametrize("heads, key_dim, value_dim", ((8, 128, 128), (16, 128, 128), (8, 64, 64), (8, 256, 256), (2, 192, 128)))
+@pytest.mark.parametrize(
+    "heads, key_dim, value_dim", ((8, 128, 128), (16, 128, 128), (8, 64, 64), (8, 256, 256), (2, 192, 128))
+)
 def test_long_on_gpu(dtype, bits, heads, key_dim, value_dim):
     """Real lengths, the launch that is used there, and the launch options of every row of the table."""
-    from kvarn_kernels.launch_table import TABLE, plan
+    from kvarn_kernels.launch_table import TABLE
 
     device = torch.device("cuda")
-    state = make_state(KVarNConfig(*bits), device, dtype, shape=(2, 2), tiles=40, extra=77, key_dim=key_dim, value_dim=value_dim)
+    state = make_state(
+        KVarNConfig(*bits), device, dtype, shape=(2, 2), tiles=40, extra=77, key_dim=key_dim, value_dim=value_dim
+    )
     query = make_query(state, heads)
-    check(state, query)
+    got = check(state, query)
+    assert torch.equal(got, by_kernel(state, query))
     for tuning in {tuning for _, tuning in TABLE}:
-        check(state, query, launch=plan(tuning, 4, state.count, state.dense.length, 132))
+        check(state, query, launch={"tuning": tuning})
