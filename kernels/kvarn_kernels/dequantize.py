@@ -1,4 +1,10 @@
-"""Packed tiles to dense keys and values, un-rotated, beside the sinks and the tail: one launch."""
+"""Packed tiles to dense keys and values, un-rotated, beside the sinks and the tail: one launch.
+
+A program is one warp, and everything stays in its registers. Eight tokens at a time are an array
+``[channel // 8 % 4, token, channel // 32, channel % 8]``: the first two count the lanes, as in a tensor core's operand
+and its result, and a lane reads and writes eight neighbouring channels. The product with a 16 x 16 matrix transforms
+channel bits 0, 1, 3 and 4; sums and differences of registers the others.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +12,116 @@ import torch
 import triton
 import triton.language as tl
 
-from kvarn_kernels.arithmetic import exponent_of, power_of_two
+from kvarn_kernels.arithmetic import exponent_of, power_of_two, reciprocal
 from kvarn_kernels.launch import on_device_of, padded, rotation_block
-from kvarn_kernels.rotation import hadamard_signs
 
-# Channels to a program at most: several programs then fit a multiprocessor, whatever the head_dim.
-_CHANNELS = 128
-# Tiles to a program where there are many: the matrix of signs is made once for all of them.
-_GROUP = 4
-_MANY_TILES = 2048
+# By the number of 32-channel blocks to a program: the most that occupancy gains from and nothing is spilled for.
+_REGISTERS = {1: 128, 2: 128, 4: 168, 8: 255}
 
 
-def _warps(elements: int) -> int:
-    return 4 if elements <= 8192 else 8
+def _outer(dim: int) -> int:
+    # More than 128 channels have few registers each, but halves of a 256-channel rotation would each unpack it all.
+    return min(max(padded(dim), 32), 256 if dim == 256 else 128) // 32
 
 
 @triton.jit
-def _product(x, signs, total, INTERPRETED: tl.constexpr):
-    """``total + x @ signs`` by tensor cores; ``x`` is at most about 1, so float16 holds it to 2**-12 of its tile's largest."""
-    if INTERPRETED:
-        return tl.dot(x, signs, total, input_precision="ieee")
+def _vector(start, OUTER: tl.constexpr):
+    """Channels ``start`` on, ``[4, 1, OUTER, 8]``."""
+    outer = tl.arange(0, OUTER)[None, None, :, None] * 32
+    return start + outer + tl.arange(0, 4)[:, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, :]
+
+
+@triton.jit
+def _by_channel(ptr, start, other, OUTER: tl.constexpr, DIM: tl.constexpr):
+    """``ptr[channel]`` for channels ``start`` on, the same for every token: ``[4, 8, OUTER, 8]``."""
+    # Pointers, not values, are broadcast: then they are loaded in the layout in which they are used.
+    c = tl.broadcast_to(_vector(start, OUTER), (4, 8, OUTER, 8))
+    if DIM % (OUTER * 32) == 0:
+        return tl.load(ptr + c)
     else:
-        return tl.dot(x.to(tl.float16), signs, total)
+        return tl.load(ptr + c, mask=c < DIM, other=other)
 
 
 @triton.jit
-def _signs(c, d, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
-    return hadamard_signs(c, d, BLOCK, tl.float32 if INTERPRETED else tl.float16)
+def _field(byte, SHIFT: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The number in bits SHIFT to ``SHIFT + WIDTH - 1`` of every byte: float16, or float32 where interpreted."""
+    if INTERPRETED:
+        return ((byte >> SHIFT) & (2**WIDTH - 1)).to(tl.float32)
+    else:
+        # 0x6400 + n is 1024 + n in float16, so that four bytes take five instructions.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            and.b32 t, $2, $3;
+            prmt.b32 $0, t, 0x64646464, 0x4140;
+            prmt.b32 $1, t, 0x64646464, 0x4342;
+            fma.rn.f16x2 $0, $0, $4, $6;
+            fma.rn.f16x2 $1, $1, $5, $7;
+            }""",
+            "=&r,=&r,r,r,r,r,r,r",
+            [
+                byte,
+                tl.full([], (2**WIDTH - 1) << SHIFT, tl.uint8),
+                tl.full([], 2.0**-SHIFT, tl.float16),
+                tl.full([], -1024 * 2.0**-SHIFT, tl.float16),
+            ],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def _operand(x, y, z, INTERPRETED: tl.constexpr):
+    """``x * y + z``, rounded once."""
+    if INTERPRETED:
+        return x * y + z
+    else:
+        # Not pure: the compiler would look through it for the codes' width, and choose the operand's layout for that.
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], dtype=tl.float16, is_pure=False, pack=2
+        )
+
+
+@triton.jit
+def _signs(BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """The Hadamard matrix of channel bits 0, 3, 4, 1 (index bits 0 to 3), unscaled; the identity beyond BLOCK."""
+    BITS: tl.constexpr = 9 if BLOCK == 8 else (11 if BLOCK == 16 else 15)
+    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    odd = (0x6996 >> (i & j & BITS)) & 1
+    return tl.where(((i ^ j) & (15 - BITS)) == 0, 1.0 - 2.0 * odd.to(tl.float32), 0.0).to(DTYPE)
+
+
+@triton.jit
+def _product(x, signs, total, OUTER: tl.constexpr, INTERPRETED: tl.constexpr):
+    """``total`` plus ``x`` ``[4, 8, OUTER, 8]`` transformed over channel bits 0, 1, 3 and 4: ``[OUTER * 16, 16]``."""
+    x = tl.permute(tl.reshape(x, (4, 8, OUTER, 2, 2, 2)), (2, 3, 1, 4, 0, 5))
+    return tl.dot(tl.reshape(x, (OUTER * 16, 16)), signs, total, input_precision="ieee" if INTERPRETED else None)
+
+
+@triton.jit
+def _butterfly(x, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    a, b = tl.split(tl.permute(tl.reshape(x, (LEFT, 2, RIGHT)), (0, 2, 1)))
+    return tl.permute(tl.join(a + b, a - b), (0, 2, 1))
+
+
+@triton.jit
+def _transformed(x, OUTER: tl.constexpr, BLOCK: tl.constexpr):
+    """What :func:`_product` gave, transformed over channel bits 2, 5, 6 and 7 too, ``[4, 8, OUTER, 8]``."""
+    x = _butterfly(x, OUTER, 128)
+    if BLOCK > 32 and OUTER > 1:
+        x = _butterfly(x, OUTER // 2, 256)
+    if BLOCK > 64 and OUTER > 2:
+        x = _butterfly(x, OUTER // 4, 512)
+    if BLOCK > 128 and OUTER > 4:
+        x = _butterfly(x, OUTER // 8, 1024)
+    return tl.reshape(tl.permute(tl.reshape(x, (OUTER, 2, 8, 2, 4, 2)), (4, 2, 0, 1, 3, 5)), (4, 8, OUTER, 8))
+
+
+@triton.jit
+def _sign(a, b):
+    """``(-1) ** popcount(a & b)`` for numbers below 4."""
+    return 1.0 - 2.0 * (((a & b) ^ ((a & b) >> 1)) & 1).to(tl.float32)
 
 
 @triton.jit
@@ -40,7 +129,7 @@ def _store(
     out_ptr,
     x,
     t,
-    d,
+    start,
     tile_position,
     dense_ptr,
     stride_t,
@@ -48,74 +137,146 @@ def _store(
     run_ptr,
     pad,
     sink_length,
+    OUTER: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Write tokens ``x`` ``[t, d]`` of a tile; where left padding has put the run's token or a sink in their place, those."""
-    real = (d < DIM)[None, :]
-    position = tile_position + t
+    """Write tokens ``t`` ``[8]`` of a tile; where left padding has put the run's token or a sink, those instead."""
+    d = _vector(start, OUTER)
     x = x.to(out_ptr.dtype.element_ty)
+    t = t[None, :, None, None]
+    real = (d < DIM) & (t >= 0)
     if pad is not None:
-        slot = position - pad
+        slot = tile_position + t - pad
         in_run, in_sink = slot < 0, (slot >= 0) & (slot < sink_length)
-        run = tl.load(run_ptr + d[None, :], mask=in_run[:, None] & real, other=0.0)
-        where = (slot * stride_t)[:, None] + (d.to(tl.int64) * stride_d)[None, :]
-        sink = tl.load(dense_ptr + where, mask=in_sink[:, None] & real, other=0.0)
-        x = tl.where(in_run[:, None], run, tl.where(in_sink[:, None], sink, x))
-    tl.store(out_ptr + (position * DIM)[:, None] + d[None, :], x, mask=real)
-
-
-@triton.jit
-def _key_codes(codes_ptr, row, c, I: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Code ``I`` of the bytes ``[row, c]``: those of the tokens ``row + I * (rows of bytes)``, as float32."""
-    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    ROWS: tl.constexpr = TILE * WIDTH // 8
-    held = (c < DIM)[None, :]
-    code = (tl.load(codes_ptr + row[:, None] * DIM + c[None, :], mask=held, other=0) >> (I * WIDTH)) & (2**WIDTH - 1)
-    if BITS == 3:
-        HIGH_ROWS: tl.constexpr = TILE // 8
-        token = row + I * ROWS
-        high = tl.load(codes_ptr + (ROWS + token % HIGH_ROWS)[:, None] * DIM + c[None, :], mask=held, other=0)
-        code |= ((high >> (token // HIGH_ROWS).to(tl.uint8)[:, None]) & 1) << 2
-    return code.to(tl.float32)
-
-
-@triton.jit
-def _value_codes(codes_ptr, e, t, I: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Code ``I`` of the bytes ``[e, t]``: those of the channels ``e * (codes per byte) + I``, as float32."""
-    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    PER_BYTE: tl.constexpr = 8 // WIDTH
-    held = (e < DIM // PER_BYTE)[:, None]
-    code = (tl.load(codes_ptr + e[:, None] * TILE + t[None, :], mask=held, other=0) >> (I * WIDTH)) & (2**WIDTH - 1)
-    if BITS == 3:
-        channel = e * PER_BYTE + I
-        high = tl.load(codes_ptr + (DIM // 4 + channel // 8)[:, None] * TILE + t[None, :], mask=held, other=0)
-        code |= ((high >> (channel % 8).to(tl.uint8)[:, None]) & 1) << 2
-    return code.to(tl.float32)
-
-
-@triton.jit
-def _interleaved(a, b):
-    """Rows of ``a`` and ``b`` ``[e, t]`` by turns."""
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (2 * a.shape[0], a.shape[1]))
-
-
-@triton.jit
-def _value_tile_codes(codes_ptr, e, t, BITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Codes ``[channel, token]`` of all channels that the byte rows ``e`` hold, in the channels' order."""
-    if BITS == 8:
-        return _value_codes(codes_ptr, e, t, 0, BITS, TILE, DIM)
-    elif BITS == 4:
-        return _interleaved(
-            _value_codes(codes_ptr, e, t, 0, BITS, TILE, DIM), _value_codes(codes_ptr, e, t, 1, BITS, TILE, DIM)
-        )
+        run = tl.load(run_ptr + d + 0 * t, mask=in_run & real, other=0.0)
+        sink = tl.load(dense_ptr + slot * stride_t + d.to(tl.int64) * stride_d, mask=in_sink & real, other=0.0)
+        x = tl.where(in_run, run, tl.where(in_sink, sink, x))
+    where = out_ptr + tile_position * DIM + (t * DIM + d)
+    if DIM % (OUTER * 32) == 0:
+        tl.store(where, x)
     else:
-        even = _interleaved(
-            _value_codes(codes_ptr, e, t, 0, BITS, TILE, DIM), _value_codes(codes_ptr, e, t, 2, BITS, TILE, DIM)
+        tl.store(where, x, mask=real)
+
+
+@triton.jit
+def _key_bytes(codes_ptr, row, start, OUTER: tl.constexpr, DIM: tl.constexpr):
+    """Bytes of rows ``row`` to ``row + 7``, ``[4, 8, OUTER, 8]``."""
+    c = _vector(start, OUTER)
+    where = codes_ptr + (row + tl.arange(0, 8))[None, :, None, None] * DIM + c
+    if DIM % (OUTER * 32) == 0:
+        return tl.load(where)
+    else:
+        return tl.load(where, mask=c < DIM, other=0)
+
+
+@triton.jit
+def _key_codes(
+    byte,
+    high,
+    row,
+    I: tl.constexpr,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Codes I of the bytes: those of the tokens ``row + I * (rows of bytes)``."""
+    if BITS == 3:
+        # Rows of high bits are half as many, and hold eight tokens' each.
+        half = (row // (TILE // 8)).to(tl.uint8)
+        return _field(byte, 2 * I, 2, INTERPRETED) + 4.0 * _field(high >> (half + 2 * I), 0, 1, INTERPRETED)
+    else:
+        return _field(byte, I * BITS, BITS, INTERPRETED)
+
+
+@triton.jit
+def _value_words(codes_ptr, t, first, SUB: tl.constexpr, HELD: tl.constexpr, OUTER: tl.constexpr, TILE: tl.constexpr):
+    """Tokens ``t`` to ``t + 31`` of rows ``first`` on of HELD, four bytes to a word: ``[4, 8, OUTER, SUB]``."""
+    outer, sub = tl.arange(0, OUTER)[None, None, :, None], tl.arange(0, SUB)[None, None, None, :]
+    row = first + (outer * 4 + tl.arange(0, 4)[:, None, None, None]) * SUB + sub
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    # Not a sum: the compiler would see neighbours in it, and give one lane four words of a row.
+    column = t // 4 | tl.arange(0, 8)[None, :, None, None]
+    where = words_ptr + row * (TILE // 4) + column
+    if HELD % (OUTER * 4 * SUB) == 0:
+        return tl.load(where)
+    else:
+        return tl.load(where, mask=row < HELD, other=0)
+
+
+@triton.jit
+def _two_fields(
+    word,
+    I: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CENTRE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The numbers of WIDTH bits from A and from B on in byte I of every word, less CENTRE: as :func:`_field`."""
+    MASK: tl.constexpr = 2**WIDTH - 1
+    if INTERPRETED:
+        byte = word >> (8 * I)
+        return ((byte >> A) & MASK).to(tl.float32) - CENTRE, ((byte >> B) & MASK).to(tl.float32) - CENTRE
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, x, y;
+            prmt.b32 t, $2, 0, $3;
+            lop3.b32 t, t, $4, 0x64006400, 0xEA;
+            mov.b32 x, {$5, $6};
+            mov.b32 y, {$7, $8};
+            fma.rn.f16x2 t, t, x, y;
+            mov.b32 {$0, $1}, t;
+            }""",
+            "=h,=h,r,r,r,h,h,h,h",
+            [
+                word,
+                tl.full([], 0x4040 + I * 0x0101, tl.int32),
+                tl.full([], (MASK << A) + (MASK << (B + 16)), tl.int32),
+                tl.full([], 2.0**-A, tl.float16),
+                tl.full([], 2.0**-B, tl.float16),
+                tl.full([], -(1024 * 2.0**-A + CENTRE), tl.float16),
+                tl.full([], -(1024 * 2.0**-B + CENTRE), tl.float16),
+            ],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
         )
-        odd = _interleaved(
-            _value_codes(codes_ptr, e, t, 1, BITS, TILE, DIM), _value_codes(codes_ptr, e, t, 3, BITS, TILE, DIM)
-        )
-        return _interleaved(even, odd)
+
+
+@triton.jit
+def _value_codes(
+    word,
+    high,
+    I: tl.constexpr,
+    BITS: tl.constexpr,
+    OUTER: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Codes of byte I of every word, less half their range: ``[4, 8, OUTER, 8]``."""
+    CENTRE: tl.constexpr = 2 ** (BITS - 1)
+    if BITS == 8:
+        x, _ = _two_fields(word, I, 0, 0, 8, CENTRE, INTERPRETED)
+    elif BITS == 4:
+        a, b = _two_fields(word, I, 0, 4, 4, CENTRE, INTERPRETED)
+        x = tl.join(a, b)
+    else:
+        a, b = _two_fields(word, I, 0, 2, 2, CENTRE, INTERPRETED)
+        c, d = _two_fields(word, I, 4, 6, 2, CENTRE, INTERPRETED)
+        if BITS == 3:
+            e, f = _two_fields(high, I, 0, 1, 1, 0, INTERPRETED)
+            g, h = _two_fields(high, I, 2, 3, 1, 0, INTERPRETED)
+            a, b, c, d = a + 4.0 * e, b + 4.0 * f, c + 4.0 * g, d + 4.0 * h
+        x = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(x, (4, 8, OUTER, 8))
+
+
+@triton.jit
+def _high_words(codes_ptr, t, start, OUTER: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
+    """The high bits of the words of a 3-bit tile, from bit 0 of every byte on; a row of them holds eight channels."""
+    high = _value_words(codes_ptr + DIM // 4 * TILE, t, start // 8, 1, DIM // 8, OUTER, TILE)
+    return high >> (4 * tl.arange(0, 2))[None, None, None, :]
 
 
 @triton.jit
@@ -134,49 +295,91 @@ def _dequantize_keys(
     pad,
     sink_length,
     start,
-    signs,
+    piece,
+    PIECES: tl.constexpr,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    OUTER: tl.constexpr,
     BLOCK: tl.constexpr,
     ROTATED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Channels ``start`` on of one tile: ``token_scale * ((codes * channel_scale + zero_point) @ H) / prescale``."""
+    """Channels ``start`` on of a piece of one tile.
+
+    ``token_scale * ((codes * channel_scale + zero_point) @ H) / prescale``
+    """
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
     ROWS: tl.constexpr = TILE * WIDTH // 8
+    STEPS: tl.constexpr = ROWS // 8 // PIECES
+    CHANNELS: tl.constexpr = OUTER * 32
     # The channels that these mix with: their own block of the rotation.
     CHUNKS: tl.constexpr = BLOCK // CHANNELS if ROTATED and BLOCK > CHANNELS else 1
-    row, d = tl.arange(0, ROWS), start + tl.arange(0, CHANNELS)
+    DTYPE: tl.constexpr = tl.float16 if ROTATED and not INTERPRETED else tl.float32
     first = start // (CHUNKS * CHANNELS) * (CHUNKS * CHANNELS)
-    largest = 0.0
-    for chunk in tl.static_range(CHUNKS):
-        c = first + chunk * CHANNELS + tl.arange(0, CHANNELS)
-        scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
-        zero = tl.load(zero_point_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(scale * (2**BITS - 1) + tl.abs(zero), 0))
-    exponent = exponent_of(largest) + 1
-    unit = power_of_two(-exponent)
-    factor = power_of_two(exponent)
+    row = piece * (STEPS * 8)
+    if CHUNKS == 1:
+        byte = _key_bytes(codes_ptr, row, start, OUTER, DIM)
+    unit = 1.0
+    factor = 1.0
+    signs = 0
     if ROTATED:
-        factor *= BLOCK**-0.5
-    for i in tl.static_range(8 // WIDTH):
-        x = tl.zeros([ROWS, CHANNELS], tl.float32)
-        for chunk in tl.static_range(CHUNKS):
-            c = first + chunk * CHANNELS + tl.arange(0, CHANNELS)
-            scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32) * unit
-            zero = tl.load(zero_point_ptr + c, mask=c < DIM, other=0.0).to(tl.float32) * unit
-            part = _key_codes(codes_ptr, row, c, i, BITS, TILE, DIM) * scale[None, :] + zero[None, :]
+        mixed = first + tl.arange(0, CHUNKS * CHANNELS)
+        span = tl.load(channel_scale_ptr + mixed, mask=mixed < DIM, other=0.0).to(tl.float32) * (2**BITS - 1)
+        span += tl.abs(tl.load(zero_point_ptr + mixed, mask=mixed < DIM, other=0.0).to(tl.float32))
+        exponent = exponent_of(tl.max(span, 0)) + 1
+        unit, factor = power_of_two(-exponent), power_of_two(exponent) * BLOCK**-0.5
+        signs = _signs(BLOCK, DTYPE)
+    scale = (_by_channel(channel_scale_ptr, start, 0.0, OUTER, DIM).to(tl.float32) * unit).to(DTYPE)
+    zero = (_by_channel(zero_point_ptr, start, 0.0, OUTER, DIM).to(tl.float32) * unit).to(DTYPE)
+    if prescale_ptr is not None:
+        inverse = reciprocal(_by_channel(prescale_ptr, start, 1.0, OUTER, DIM).to(tl.float32), INTERPRETED)
+    for step in range(STEPS):
+        high = 0
+        if BITS == 3 and CHUNKS == 1:
+            high = _key_bytes(codes_ptr + ROWS * DIM, row % (TILE // 8), start, OUTER, DIM)
+        if CHUNKS == 1:
+            # The next step's bytes are on their way during this one's work.
+            current = byte
+            byte = _key_bytes(codes_ptr, row + (8 if step + 1 < STEPS else 0), start, OUTER, DIM)
+        for i in tl.static_range(8 // WIDTH):
+            t = row + i * ROWS + tl.arange(0, 8)
+            token_scale = tl.load(token_scale_ptr + t).to(tl.float32) * factor
             if ROTATED:
-                x = _product(part, signs if CHUNKS == 1 else _signs(c, d, BLOCK, INTERPRETED), x, INTERPRETED)
+                x = tl.zeros([OUTER * 16, 16], tl.float32)
+                for chunk in tl.static_range(CHUNKS):
+                    if CHUNKS > 1:
+                        c = first + chunk * CHANNELS
+                        sign = unit * _sign((start - first) // CHANNELS, chunk)
+                        scale = (_by_channel(channel_scale_ptr, c, 0.0, OUTER, DIM).to(tl.float32) * sign).to(DTYPE)
+                        zero = (_by_channel(zero_point_ptr, c, 0.0, OUTER, DIM).to(tl.float32) * sign).to(DTYPE)
+                        current = _key_bytes(codes_ptr, row, c, OUTER, DIM)
+                        if BITS == 3:
+                            high = _key_bytes(codes_ptr + ROWS * DIM, row % (TILE // 8), c, OUTER, DIM)
+                    codes = _key_codes(current, high, row, i, BITS, TILE, INTERPRETED)
+                    x = _product(_operand(codes, scale, zero, INTERPRETED), signs, x, OUTER, INTERPRETED)
+                x = _transformed(x, OUTER, BLOCK)
             else:
-                x = part
-        t = i * ROWS + row
-        x *= (tl.load(token_scale_ptr + t).to(tl.float32) * factor)[:, None]
-        if prescale_ptr is not None:
-            x *= (1.0 / tl.load(prescale_ptr + d, mask=d < DIM, other=1.0).to(tl.float32))[None, :]
-        _store(out_ptr, x, t, d, tile_position, dense_ptr, stride_t, stride_d, run_ptr, pad, sink_length, DIM)
+                x = _key_codes(current, high, row, i, BITS, TILE, INTERPRETED).to(tl.float32) * scale + zero
+            x *= token_scale[None, :, None, None]
+            if prescale_ptr is not None:
+                x *= inverse
+            _store(
+                out_ptr,
+                x,
+                t,
+                start,
+                tile_position,
+                dense_ptr,
+                stride_t,
+                stride_d,
+                run_ptr,
+                pad,
+                sink_length,
+                OUTER,
+                DIM,
+            )
+        row += 8
 
 
 @triton.jit
@@ -194,46 +397,98 @@ def _dequantize_values(
     pad,
     sink_length,
     start,
-    signs,
+    piece,
+    PIECES: tl.constexpr,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    OUTER: tl.constexpr,
     BLOCK: tl.constexpr,
     ROTATED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Channels ``start`` on of one tile: ``((codes * token_scale + zero_point) * channel_scale) @ H``."""
-    PER_BYTE: tl.constexpr = 4 if BITS == 3 else 8 // BITS
+    """Channels ``start`` on of a piece of one tile.
+
+    ``token_scale * ((codes * channel_scale) @ H) + zero_point * (channel_scale @ H)``
+    """
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    PER_BYTE: tl.constexpr = 8 // WIDTH
+    CENTRE: tl.constexpr = 2 ** (BITS - 1)
+    CHANNELS: tl.constexpr = OUTER * 32
     CHUNKS: tl.constexpr = BLOCK // CHANNELS if ROTATED and BLOCK > CHANNELS else 1
-    t, d = tl.arange(0, TILE), start + tl.arange(0, CHANNELS)
+    STEPS: tl.constexpr = TILE // 32 // PIECES
+    DTYPE: tl.constexpr = tl.float16 if ROTATED and not INTERPRETED else tl.float32
     first = start // (CHUNKS * CHANNELS) * (CHUNKS * CHANNELS)
-    largest = 0.0
-    for chunk in tl.static_range(CHUNKS):
-        c = first + chunk * CHANNELS + tl.arange(0, CHANNELS)
-        largest = tl.maximum(largest, tl.max(tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32), 0))
-    scale = tl.load(token_scale_ptr + t).to(tl.float32)
-    zero = tl.load(zero_point_ptr + t).to(tl.float32)
-    span = scale * (2**BITS - 1) + tl.abs(zero)
-    # A broken token's scale is NaN, and must stay its own.
-    largest *= tl.max(tl.where(span == span, span, 0.0), 0)
-    exponent = exponent_of(largest) + 1
-    scale, zero = scale * power_of_two(-exponent), zero * power_of_two(-exponent)
-    x = tl.zeros([TILE, CHANNELS], tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        c = first + chunk * CHANNELS + tl.arange(0, CHANNELS)
-        e = (first + chunk * CHANNELS) // PER_BYTE + tl.arange(0, CHANNELS // PER_BYTE)
-        channel_scale = tl.load(channel_scale_ptr + c, mask=c < DIM, other=0.0).to(tl.float32)
-        codes = _value_tile_codes(codes_ptr, e, t, BITS, TILE, DIM)
-        part = tl.trans((codes * scale[None, :] + zero[None, :]) * channel_scale[:, None])
-        if ROTATED:
-            x = _product(part, signs if CHUNKS == 1 else _signs(c, d, BLOCK, INTERPRETED), x, INTERPRETED)
-        else:
-            x = part
-    factor = power_of_two(exponent)
+    begin = piece * (STEPS * 32)
+    if CHUNKS == 1:
+        following = _value_words(codes_ptr, begin, start // PER_BYTE, WIDTH, DIM // PER_BYTE, OUTER, TILE)
+    factor = 1.0
+    unit = 1.0
+    signs = 0
     if ROTATED:
-        factor *= BLOCK**-0.5
-    _store(out_ptr, x * factor, t, d, tile_position, dense_ptr, stride_t, stride_d, run_ptr, pad, sink_length, DIM)
+        mixed = first + tl.arange(0, CHUNKS * CHANNELS)
+        largest = tl.max(tl.load(channel_scale_ptr + mixed, mask=mixed < DIM, other=0.0).to(tl.float32), 0)
+        # The centred codes are as large as CENTRE.
+        exponent = exponent_of(largest) + BITS
+        unit, factor = power_of_two(-exponent), power_of_two(exponent) * BLOCK**-0.5
+        signs = _signs(BLOCK, DTYPE)
+        total = tl.zeros([OUTER * 16, 16], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            sign = unit * _sign((start - first) // CHANNELS, chunk)
+            scale = (
+                _by_channel(channel_scale_ptr, first + chunk * CHANNELS, 0.0, OUTER, DIM).to(tl.float32) * sign
+            ).to(DTYPE)
+            total = _product(scale, signs, total, OUTER, INTERPRETED)
+        of_ones = _transformed(total, OUTER, BLOCK)
+    else:
+        scale = _by_channel(channel_scale_ptr, start, 0.0, OUTER, DIM).to(tl.float32)
+        of_ones = scale
+    nothing = tl.zeros([4, 8, OUTER, 8], DTYPE)
+    for step in range(STEPS):
+        high = 0
+        if CHUNKS == 1:
+            # The next step's bytes are on their way during this one's work.
+            word = following
+            after = begin + (32 if step + 1 < STEPS else 0)
+            following = _value_words(codes_ptr, after, start // PER_BYTE, WIDTH, DIM // PER_BYTE, OUTER, TILE)
+            if BITS == 3:
+                high = _high_words(codes_ptr, begin, start, OUTER, TILE, DIM)
+        for i in tl.static_range(4):
+            t = begin + tl.arange(0, 8) * 4 + i
+            token_scale = tl.load(token_scale_ptr + t).to(tl.float32)
+            zero = tl.load(zero_point_ptr + t).to(tl.float32) + CENTRE * token_scale
+            if ROTATED:
+                x = tl.zeros([OUTER * 16, 16], tl.float32)
+                for chunk in tl.static_range(CHUNKS):
+                    if CHUNKS > 1:
+                        c = first + chunk * CHANNELS
+                        sign = unit * _sign((start - first) // CHANNELS, chunk)
+                        scale = (_by_channel(channel_scale_ptr, c, 0.0, OUTER, DIM).to(tl.float32) * sign).to(DTYPE)
+                        word = _value_words(codes_ptr, begin, c // PER_BYTE, WIDTH, DIM // PER_BYTE, OUTER, TILE)
+                        if BITS == 3:
+                            high = _high_words(codes_ptr, begin, c, OUTER, TILE, DIM)
+                    codes = _value_codes(word, high, i, BITS, OUTER, INTERPRETED)
+                    x = _product(_operand(codes, scale, nothing, INTERPRETED), signs, x, OUTER, INTERPRETED)
+                x = _transformed(x, OUTER, BLOCK)
+            else:
+                x = _value_codes(word, high, i, BITS, OUTER, INTERPRETED).to(tl.float32) * scale
+            x = x * (token_scale * factor)[None, :, None, None] + of_ones * (zero * factor)[None, :, None, None]
+            _store(
+                out_ptr,
+                x,
+                t,
+                start,
+                tile_position,
+                dense_ptr,
+                stride_t,
+                stride_d,
+                run_ptr,
+                pad,
+                sink_length,
+                OUTER,
+                DIM,
+            )
+        begin += 32
 
 
 @triton.jit
@@ -250,98 +505,99 @@ def _dense_part(
     pad,
     out_ptr,
     block,
-    tile_blocks,
     start,
     count,
     dense_length,
     sink_length,
     KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
+    PIECES: tl.constexpr,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    OUTER: tl.constexpr,
     BLOCK: tl.constexpr,
     ROTATED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One row and head's tokens of one block, channels ``start`` to ``start + CHANNELS - 1``; every pointer is at that row and head."""
-    t, d = tl.arange(0, TILE), start + tl.arange(0, CHANNELS)
-    real = (d < DIM)[None, :]
-    if block < tile_blocks:
-        signs = 0
-        if ROTATED and BLOCK <= CHANNELS:
-            signs = _signs(d, d, BLOCK, INTERPRETED)
-        first = block.to(tl.int64) * GROUP
-        for i in range(0, tl.minimum(count - block * GROUP, GROUP)):
-            slot = first + i
-            position = sink_length + slot * TILE
-            if KEYS:
-                _dequantize_keys(
-                    codes_ptr + slot * (TILE * BITS // 8 * DIM),
-                    channel_scale_ptr + slot * DIM,
-                    token_scale_ptr + slot * TILE,
-                    zero_point_ptr + slot * DIM,
-                    prescale_ptr,
-                    out_ptr,
-                    position,
-                    dense_ptr,
-                    stride_t,
-                    stride_d,
-                    run_ptr,
-                    pad,
-                    sink_length,
-                    start,
-                    signs,
-                    BITS,
-                    TILE,
-                    DIM,
-                    CHANNELS,
-                    BLOCK,
-                    ROTATED,
-                    INTERPRETED,
-                )
-            else:
-                _dequantize_values(
-                    codes_ptr + slot * (DIM * BITS // 8 * TILE),
-                    channel_scale_ptr + slot * DIM,
-                    token_scale_ptr + slot * TILE,
-                    zero_point_ptr + slot * TILE,
-                    out_ptr,
-                    position,
-                    dense_ptr,
-                    stride_t,
-                    stride_d,
-                    run_ptr,
-                    pad,
-                    sink_length,
-                    start,
-                    signs,
-                    BITS,
-                    TILE,
-                    DIM,
-                    CHANNELS,
-                    BLOCK,
-                    ROTATED,
-                    INTERPRETED,
-                )
-    else:
-        dense_ptrs = dense_ptr + (d.to(tl.int64) * stride_d)[None, :]
-        index = (block - tile_blocks).to(tl.int64) * TILE + t  # of the dense tokens: the sinks, then the tail
-        is_sink, held = index < sink_length, (index < dense_length)[:, None] & real
-        position = tl.where(is_sink, index, index + count.to(tl.int64) * TILE)
-        if pad is None:
-            x = tl.load(dense_ptrs + (index * stride_t)[:, None], mask=held, other=0.0)
+    """One row and head's tokens of one block, channels ``start`` on; every pointer is at that row and head."""
+    if block < count * PIECES:
+        slot = (block // PIECES).to(tl.int64)
+        piece = block % PIECES
+        position = sink_length + slot * TILE
+        if KEYS:
+            _dequantize_keys(
+                codes_ptr + slot * (TILE * BITS // 8 * DIM),
+                channel_scale_ptr + slot * DIM,
+                token_scale_ptr + slot * TILE,
+                zero_point_ptr + slot * DIM,
+                prescale_ptr,
+                out_ptr,
+                position,
+                dense_ptr,
+                stride_t,
+                stride_d,
+                run_ptr,
+                pad,
+                sink_length,
+                start,
+                piece,
+                PIECES,
+                BITS,
+                TILE,
+                DIM,
+                OUTER,
+                BLOCK,
+                ROTATED,
+                INTERPRETED,
+            )
         else:
-            in_run = is_sink & (index < pad)
-            index = tl.where(is_sink, index - pad, index)
-            x = tl.load(dense_ptrs + (index * stride_t)[:, None], mask=held & (index >= 0)[:, None], other=0.0)
-            run = tl.load(run_ptr + d[None, :], mask=in_run[:, None] & real, other=0.0)
-            x = tl.where(in_run[:, None], run, x)
-        tl.store(out_ptr + (position * DIM)[:, None] + d[None, :], x, mask=held)
+            _dequantize_values(
+                codes_ptr + slot * (DIM * BITS // 8 * TILE),
+                channel_scale_ptr + slot * DIM,
+                token_scale_ptr + slot * TILE,
+                zero_point_ptr + slot * TILE,
+                out_ptr,
+                position,
+                dense_ptr,
+                stride_t,
+                stride_d,
+                run_ptr,
+                pad,
+                sink_length,
+                start,
+                piece,
+                PIECES,
+                BITS,
+                TILE,
+                DIM,
+                OUTER,
+                BLOCK,
+                ROTATED,
+                INTERPRETED,
+            )
+    else:
+        d = start + tl.arange(0, OUTER * 32)
+        real = (d < DIM)[None, :]
+        dense_ptrs = dense_ptr + (d.to(tl.int64) * stride_d)[None, :]
+        begin = (block - count * PIECES).to(tl.int64) * (
+            TILE // PIECES
+        )  # of the dense tokens: the sinks, then the tail
+        for step in range(TILE // PIECES // 16):
+            index = begin + step * 16 + tl.arange(0, 16)
+            is_sink, held = index < sink_length, (index < dense_length)[:, None] & real
+            position = tl.where(is_sink, index, index + count.to(tl.int64) * TILE)
+            if pad is None:
+                x = tl.load(dense_ptrs + (index * stride_t)[:, None], mask=held, other=0.0)
+            else:
+                in_run = is_sink & (index < pad)
+                index = tl.where(is_sink, index - pad, index)
+                x = tl.load(dense_ptrs + (index * stride_t)[:, None], mask=held & (index >= 0)[:, None], other=0.0)
+                run = tl.load(run_ptr + d[None, :], mask=in_run[:, None] & real, other=0.0)
+                x = tl.where(in_run[:, None], run, x)
+            tl.store(out_ptr + (position * DIM)[:, None] + d[None, :], x, mask=held)
 
 
-@triton.jit(do_not_specialize=["count", "capacity", "dense_length", "sink_length", "tile_blocks", "blocks"])
+@triton.jit(do_not_specialize=["count", "capacity", "dense_length", "sink_length", "blocks"])
 def dequantize_kernel(
     key_codes_ptr,
     key_channel_scale_ptr,
@@ -373,16 +629,15 @@ def dequantize_kernel(
     capacity,
     dense_length,
     sink_length,
-    tile_blocks,
     blocks,
     TILE: tl.constexpr,
-    GROUP: tl.constexpr,
+    PIECES: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    KEY_CHANNELS: tl.constexpr,
+    KEY_OUTER: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_CHANNELS: tl.constexpr,
+    VALUE_OUTER: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     ROTATED: tl.constexpr,
@@ -391,20 +646,22 @@ def dequantize_kernel(
     """Dense keys and values: ``((codes * scale + zero_point) * other_scale) @ H / prescale``, sinks and tail copied.
 
     Grid
-        ``(batch * heads * blocks * parts,)``. A part is CHANNELS channels of the keys or of the values; a block is GROUP tiles, or (from
-        ``tile_blocks`` on) TILE dense tokens.
+        ``(batch * heads * blocks * parts,)``. A part is ``32 * OUTER`` channels of the keys or of the values; a block
+        is one of the PIECES of a tile, or (after all those) ``TILE / PIECES`` dense tokens.
     Reads
-        The eight contiguous arenas ``[arena rows, heads, capacity, ...]``; the sinks and the tail, ``[batch, heads, dense_length, dim]`` by
-        their strides; prescale, rows (int64 ``[batch]``) and the padding's length and run tokens, where given.
+        The eight contiguous arenas ``[arena rows, heads, capacity, ...]``; the sinks and the tail,
+        ``[batch, heads, dense_length, dim]`` by their strides; prescale, rows (int64 ``[batch]``) and the padding's
+        length and run tokens, where given.
     Writes
         Contiguous ``[batch, heads, dense_length + count * TILE, dim]``, every element once.
     Precision
         Tiles before the rotation in float16 (2**-12 of the tile's largest), all sums in float32.
     Reference
-        ``kvarn_hf.reference.quantize.dequantize_keys`` and ``dequantize_values``; ``kvarn_hf.padding.LeftPadding.restored``.
+        ``kvarn_hf.reference.quantize.dequantize_keys`` and ``dequantize_values``;
+        ``kvarn_hf.padding.LeftPadding.restored``.
     """
-    KEY_PARTS: tl.constexpr = (KEY_DIM + KEY_CHANNELS - 1) // KEY_CHANNELS
-    PARTS: tl.constexpr = KEY_PARTS + (VALUE_DIM + VALUE_CHANNELS - 1) // VALUE_CHANNELS
+    KEY_PARTS: tl.constexpr = (KEY_DIM + KEY_OUTER * 32 - 1) // (KEY_OUTER * 32)
+    PARTS: tl.constexpr = KEY_PARTS + (VALUE_DIM + VALUE_OUTER * 32 - 1) // (VALUE_OUTER * 32)
     program = tl.program_id(0)
     part = program % PARTS
     block = program // PARTS % blocks
@@ -429,17 +686,16 @@ def dequantize_kernel(
             pad,
             key_out_ptr + out * KEY_DIM,
             block,
-            tile_blocks,
-            part * KEY_CHANNELS,
+            part * (KEY_OUTER * 32),
             count,
             dense_length,
             sink_length,
             True,
-            GROUP,
+            PIECES,
             KEY_BITS,
             TILE,
             KEY_DIM,
-            KEY_CHANNELS,
+            KEY_OUTER,
             KEY_BLOCK,
             ROTATED,
             INTERPRETED,
@@ -458,17 +714,16 @@ def dequantize_kernel(
             pad,
             value_out_ptr + out * VALUE_DIM,
             block,
-            tile_blocks,
-            (part - KEY_PARTS) * VALUE_CHANNELS,
+            (part - KEY_PARTS) * (VALUE_OUTER * 32),
             count,
             dense_length,
             sink_length,
             False,
-            GROUP,
+            PIECES,
             VALUE_BITS,
             TILE,
             VALUE_DIM,
-            VALUE_CHANNELS,
+            VALUE_OUTER,
             VALUE_BLOCK,
             ROTATED,
             INTERPRETED,
@@ -495,8 +750,8 @@ def dequantize_tiles(
     Parameters
     ----------
     key_arena, value_arena : tuple of torch.Tensor
-        Contiguous codes (uint8), channel scale, token scale and zero point (float16), ``[arena rows, heads, capacity, ...]``; tile_size is
-        the length of a token scale.
+        Contiguous codes (uint8), channel scale, token scale and zero point (float16),
+        ``[arena rows, heads, capacity, ...]``; tile_size is the length of a token scale.
     prescale : torch.Tensor, optional
         ``[batch, heads, key_dim]``, float16: what the keys were multiplied by before the rotation.
     rows : torch.Tensor, optional
@@ -504,8 +759,8 @@ def dequantize_tiles(
     dense_keys, dense_values : torch.Tensor
         ``[batch, heads, sink_length + tail, head_dim]``, any strides; their dtype is the result's.
     padding : tuple of torch.Tensor, optional
-        Length ``[batch]`` (int64) and the tokens ``[batch, heads, 1, head_dim]`` that every padded position reads; a row's sinks are read
-        behind its padding.
+        Length ``[batch]`` (int64) and the tokens ``[batch, heads, 1, head_dim]`` that every padded position reads; a
+        row's sinks are read behind its padding.
     count : int
         Tiles in use.
     sink_length : int
@@ -525,11 +780,12 @@ def dequantize_tiles(
     length = dense_length + count * size
     keys = dense_keys.new_empty(batch, heads, length, key_dim)
     values = dense_values.new_empty(batch, heads, length, value_dim)
-    group = _GROUP if batch * heads * count >= _MANY_TILES else 1
-    tile_blocks = triton.cdiv(count, group)
-    blocks = tile_blocks + triton.cdiv(dense_length, size)
-    key_channels, value_channels = (min(padded(dim), _CHANNELS) for dim in (key_dim, value_dim))
-    parts = triton.cdiv(key_dim, key_channels) + triton.cdiv(value_dim, value_channels)
+    key_outer, value_outer = _outer(key_dim), _outer(value_dim)
+    wide = max(key_outer, value_outer)
+    # Two programs to a tile even out the last wave of programs; eight warps to a multiprocessor feel the second start.
+    pieces = 1 if wide > 4 else 2
+    blocks = count * pieces + triton.cdiv(dense_length, size // pieces)
+    parts = triton.cdiv(key_dim, key_outer * 32) + triton.cdiv(value_dim, value_outer * 32)
     if batch * heads * blocks == 0:
         return keys, values
     pad, run_key, run_value = (None, None, None) if padding is None else (t.contiguous() for t in padding)
@@ -553,21 +809,21 @@ def dequantize_tiles(
             key_arena[0].shape[2],
             dense_length,
             sink_length,
-            tile_blocks,
             blocks,
             size,
-            group,
+            pieces,
             key_dim,
-            key_channels,
+            key_outer,
             rotation_block(key_dim),
             key_bits,
             value_dim,
-            value_channels,
+            value_outer,
             rotation_block(value_dim),
             value_bits,
             rotated,
             not dense_keys.is_cuda,
-            num_warps=_warps(size * max(key_channels, value_channels)),
+            num_warps=1,
+            maxnreg=_REGISTERS[wide],
             num_stages=1,
         )
     return keys, values

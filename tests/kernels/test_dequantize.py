@@ -60,12 +60,19 @@ def check(state):
         assert torch.equal(want[:, :, :sink], got[:, :, :sink]), name
         assert torch.equal(want[:, :, tail:], got[:, :, tail:]), name
         assert torch.equal(want.isnan(), got.isnan()), name
-        size = want[:, :, sink:tail].nan_to_num().float().norm(dim=-1, keepdim=True)
-        resolution = max(torch.finfo(want.dtype).eps, 2.0**-11)
+        norm = want[:, :, sink:tail].nan_to_num().float().norm(dim=-1, keepdim=True)
+        peak = (
+            norm.unflatten(2, (-1, state.config.tile_size))
+            .amax(3, keepdim=True)
+            .expand(-1, -1, -1, state.config.tile_size, -1)
+        )
+        resolution = torch.finfo(want.dtype).eps
         if want.dtype == torch.bfloat16 and want.device.type == "cpu":
             resolution *= 2  # the interpreter cuts bfloat16 off instead of rounding it
+        # Tensor cores take the tile in float16, before the rotation: to 2**-11 of its largest entry.
+        allowed = resolution * norm + 2.0**-11 * (peak.flatten(2, 3) if want.is_cuda else norm)
         difference = (want - got)[:, :, sink:tail].nan_to_num().float().abs()
-        assert (difference <= resolution * size).all(), f"{name}: {(difference / size).max():.1e}"
+        assert (difference <= allowed).all(), f"{name}: {(difference / allowed).max():.1e} of what is allowed"
 
 
 def filled(shape, value_dim=None, dtype=torch.float32, device="cpu", **kwargs):
