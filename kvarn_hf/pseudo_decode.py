@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 BLOCK = 128
 SKIP = 384
@@ -81,7 +81,7 @@ class DenseReference:
     block: int
     skip: int
 
-    def compare(self, model: torch.nn.Module, cache: Any) -> PseudoDecodeResult:
+    def compare(self, model: PreTrainedModel, cache: Any) -> PseudoDecodeResult:
         """Run the text through an empty ``cache`` of the same model.
 
         Parameters
@@ -105,7 +105,7 @@ class DenseReference:
 
 
 def dense_reference(
-    model: torch.nn.Module, input_ids: torch.Tensor, block: int = BLOCK, skip: int = SKIP
+    model: PreTrainedModel, input_ids: torch.Tensor, block: int = BLOCK, skip: int = SKIP
 ) -> DenseReference:
     """Run a text through the dense cache and keep its next-token distributions.
 
@@ -131,7 +131,7 @@ def dense_reference(
 
 
 def pseudo_decode(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     input_ids: torch.Tensor,
     make_cache: Callable[[], Any],
     block: int = BLOCK,
@@ -182,7 +182,7 @@ def pseudo_decode(
 
 
 def _log_probs(
-    model: torch.nn.Module, input_ids: torch.Tensor, cache: Any, block: int, skip: int
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: Any, block: int, skip: int
 ) -> Iterator[torch.Tensor]:
     """The log-probabilities of each block's positions from ``skip`` on, ``[positions, vocabulary]``, float32."""
     # Transformers renamed the argument in 5.24.
@@ -204,7 +204,7 @@ def _compare(dense: torch.Tensor, quantized: torch.Tensor) -> tuple[torch.Tensor
     return kl.cpu(), (dense.argmax(-1) == quantized.argmax(-1)).cpu()
 
 
-def _validated(model: torch.nn.Module, input_ids: torch.Tensor, block: int, skip: int) -> torch.Tensor:
+def _validated(model: PreTrainedModel, input_ids: torch.Tensor, block: int, skip: int) -> torch.Tensor:
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     if skip < 0:

@@ -27,8 +27,8 @@ def attention(
     keys, values : torch.Tensor
         ``[batch, heads, length, head_dim]``; ``heads`` divides ``query_heads``.
     mask : torch.Tensor, optional
-        ``[batch or 1, query_heads or 1, query_tokens or 1, length or more]``, bool (True attends) or added to the scores.
-        Without one, a query token sees everything up to itself if ``causal``, and everything otherwise.
+        ``[batch or 1, query_heads or 1, query_tokens or 1, length or more]``, bool (True attends) or added to the
+        scores. Without one, a query token sees everything up to itself if ``causal``, and everything otherwise.
     scaling : float
         Factor of the scores.
     sliding_window : int, optional
