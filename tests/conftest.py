@@ -18,6 +18,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
+    # The longest first, so that no worker is left alone with them at the end.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
