@@ -273,8 +273,14 @@ def _caller_can_read_lazily(caller: FrameType) -> bool:
 def _bytes(layer: Any) -> int:
     if isinstance(layer, KVarNLayer):
         return layer.memory_footprint()
+    tensors = tensors_in(vars(layer).values())
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
+
+
+def tensors_in(items: Iterable[Any]) -> list[torch.Tensor]:
+    """Every tensor among ``items``, and in the lists, tuples and dicts among them."""
     tensors: list[torch.Tensor] = []
-    pending = list(vars(layer).values())
+    pending = list(items)
     while pending:
         item = pending.pop()
         if isinstance(item, torch.Tensor):
@@ -283,7 +289,7 @@ def _bytes(layer: Any) -> int:
             pending.extend(item.values())
         elif isinstance(item, (list, tuple)):
             pending.extend(item)
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
+    return tensors
 
 
 def _remember(layer: Any) -> Any:

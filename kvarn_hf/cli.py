@@ -55,6 +55,42 @@ def demo(
     show(result, loaded, tokenizer, console)
 
 
+@app.command()
+def estimate(
+    model: Annotated[Path, typer.Option(help="A config.json, or the folder it is in; nothing is downloaded.")],
+    gpu_memory: Annotated[float, typer.Option(help="The GPU's memory, in GiB.")],
+    utilization: Annotated[float, typer.Option(help="The share of it for weights and cache.")] = 0.9,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each row.")] = 32768,
+    preset: Annotated[list[str] | None, typer.Option(help="Can be repeated; all of them if not given.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; the config's if not given.")] = None,
+    weights: Annotated[
+        float | None, typer.Option(help="What the weights take, in GiB, if not 16 or 32 bits each: quantized models.")
+    ] = None,
+) -> None:
+    """How many tokens and rows fit on a GPU beside a model, by preset, from the model's config alone."""
+    from transformers.utils import logging
+
+    from kvarn_hf import KVarNConfig
+    from kvarn_hf.config import PRESETS
+    from kvarn_hf.estimate import ModelShapes, load_config, show
+
+    logging.set_verbosity_error()
+    try:
+        if not gpu_memory > 0:
+            raise ValueError(f"gpu-memory must be above 0, got {gpu_memory}")
+        if not 0 < utilization <= 1:
+            raise ValueError(f"utilization must be above 0 and at most 1, got {utilization}")
+        if weights is not None and not weights >= 0:
+            raise ValueError(f"weights must be 0 or more, got {weights}")
+        presets = [KVarNConfig.from_preset(name) for name in preset or PRESETS]
+        shapes = ModelShapes.probe(load_config(model), dtype)
+        taken = shapes.weight_bytes if weights is None else int(weights * 2**30)
+        show(shapes, taken, int(gpu_memory * 2**30), utilization, batch, context, presets, Console())
+    except ValueError as error:
+        _fail(error)
+
+
 @bench.command("quantize")
 def bench_quantize(
     tokens: Annotated[int, typer.Option(min=128, help="Context length.")] = 32768,
