@@ -157,7 +157,8 @@ class KVarNCache(DynamicCache):
         ------
         ValueError
             If the cut would go through a packed tile; the message names the lengths that are allowed. Removing up to
-            ``residual_length`` tokens always works and is bit-exact.
+            ``residual_length`` of the tokens that were ever held (in one cut or in several) always works and is
+            bit-exact.
         """
         if tokens_to_remove > 0:
             length = self.get_seq_length()

@@ -79,7 +79,7 @@ class KVarNLayer(DynamicLayer):
         """
         if self.state is None:
             self.lazy_initialization(key_states, value_states)
-        before = self._held
+        before = self._held.writable()
         _check_states(key_states, value_states)
         _check_continues(before, key_states, value_states)
         if self.config.check_finite:
@@ -169,7 +169,8 @@ class KVarNLayer(DynamicLayer):
         Raises
         ------
         ValueError
-            If the cut would go through a packed tile. The newest ``residual_length`` tokens can always be removed.
+            If the cut would go through a packed tile. Of all tokens ever held, the newest ``residual_length``
+            can always be removed, in one cut or in several.
         """
         if self.state is None:
             return None

@@ -52,6 +52,8 @@ class Reading:
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
         """Fused attention, see :func:`kvarn_hf.ops.attend`; None where it is not supported."""
+        if self._dense is not None:
+            return None  # whoever asked for them may have changed them
         out = ops.attend(self.state, query, mask, **options)
         if out is not None:
             self.counts["fused"] += 1
@@ -59,40 +61,32 @@ class Reading:
 
 
 class LazyStates(torch.Tensor):
-    """Dense keys (or values) to be, ``[batch, heads * repeats, length, head_dim]``."""
+    """Dense keys (or values) to be, ``[batch, heads, length, head_dim]``."""
 
     reading: Reading
     is_value: bool
-    repeats: int
 
     @staticmethod
     def pair(reading: Reading) -> tuple[LazyStates, LazyStates]:
         """Keys and values of one reading."""
         dense, length = reading.state.dense, reading.state.length
         return (
-            LazyStates._make(reading, dense.key_buffer, False, length, 1),
-            LazyStates._make(reading, dense.value_buffer, True, length, 1),
+            LazyStates._make(reading, dense.key_buffer, False, length),
+            LazyStates._make(reading, dense.value_buffer, True, length),
         )
 
     @staticmethod
-    def _make(reading: Reading, like: torch.Tensor, is_value: bool, length: int, repeats: int) -> LazyStates:
+    def _make(reading: Reading, like: torch.Tensor, is_value: bool, length: int) -> LazyStates:
         batch, heads, _, head_dim = like.shape
         lazy = torch.Tensor._make_wrapper_subclass(
-            LazyStates, (batch, heads * repeats, length, head_dim), dtype=like.dtype, device=like.device
+            LazyStates, (batch, heads, length, head_dim), dtype=like.dtype, device=like.device
         )
-        lazy.reading, lazy.is_value, lazy.repeats = reading, is_value, repeats
+        lazy.reading, lazy.is_value = reading, is_value
         return lazy
-
-    def repeated(self, repeats: int) -> LazyStates:
-        """Every head ``repeats`` times, as ``repeat_kv`` of Transformers makes it."""
-        dense = self.reading.state.dense
-        like = dense.value_buffer if self.is_value else dense.key_buffer
-        return LazyStates._make(self.reading, like, self.is_value, self.shape[2], self.repeats * repeats)
 
     def dense(self) -> torch.Tensor:
         """The tensor itself."""
-        tensor = self.reading.dense()[self.is_value]
-        return tensor if self.repeats == 1 else tensor.repeat_interleave(self.repeats, 1)
+        return self.reading.dense()[self.is_value]
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -121,7 +115,7 @@ class LazyStates(torch.Tensor):
 def reading_of(key: torch.Tensor, value: torch.Tensor) -> Reading | None:
     """The reading that a pair of lazy tensors stands for; None if they are no such pair."""
     if isinstance(key, LazyStates) and isinstance(value, LazyStates):
-        matching = key.reading is value.reading and key.repeats == value.repeats and not key.is_value and value.is_value
+        matching = key.reading is value.reading and not key.is_value and value.is_value
         return key.reading if matching else None
     return None
 
@@ -138,12 +132,18 @@ def _attend(
 ) -> torch.Tensor | None:
     """``scaled_dot_product_attention`` over packed tiles; None for what only the dense path can do."""
     reading = reading_of(key, value)
-    if reading is None or isinstance(query, LazyStates) or dropout_p or is_causal:
+    if reading is None or isinstance(query, LazyStates) or dropout_p or is_causal or query.ndim != 4:
         return None
     batch, query_heads, tokens, head_dim = query.shape
-    heads = reading.state.dense.key_buffer.shape[1]
-    if query_heads % heads or (query_heads != heads * key.repeats and not enable_gqa):
+    heads, length = key.shape[1:3]
+    if (batch, head_dim, query.dtype) != (key.shape[0], key.shape[3], key.dtype):
         return None
+    if query_heads % heads or (query_heads != heads and not enable_gqa):
+        return None
+    if attn_mask is not None:
+        allowed = ((1, batch), (1, query_heads), (1, tokens), (length,))
+        if attn_mask.ndim != 4 or any(n not in sizes for n, sizes in zip(attn_mask.shape, allowed, strict=True)):
+            return None
     if tokens > 1 and (attn_mask is None or attn_mask.shape[2] == 1):
         # Every query sees the same keys: heads packed as tokens. They are heads again.
         if attn_mask is not None and attn_mask.shape[1] != 1:

@@ -182,7 +182,10 @@ def attend(
         return None
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if not uses_kernels(query.device):
-        return folded_attention.attend(state, query, mask, scaling, softcap, sinks)
+        with torch.autocast(query.device.type, enabled=False):  # scores in float32, as fused attention has them
+            return folded_attention.attend(state, query, mask, scaling, softcap, sinks)
+    if query.requires_grad and torch.is_grad_enabled():
+        return None  # the kernel has no backward pass
     from kvarn_kernels.decode_attention import decode_attention, supported
 
     config, tiles, padding = state.config, state.tiles, state.padding

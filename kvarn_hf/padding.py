@@ -10,6 +10,7 @@ mean, and lets every row of a padded batch have its own sinks and its own pre-sc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -108,9 +109,9 @@ class LeftPadding:
         run, key, value = (t.index_select(0, indices) for t in self.tensors)
         return replace(self, run=run, key=key, value=value)
 
-    def to(self, device: torch.device | str) -> LeftPadding:
-        """On another device."""
-        run, key, value = (t.to(device, non_blocking=True) for t in self.tensors)
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LeftPadding:
+        """With every tensor changed, e.g. moved to another device."""
+        run, key, value = map(change, self.tensors)
         return replace(self, run=run, key=key, value=value)
 
 

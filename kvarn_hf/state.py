@@ -8,6 +8,7 @@ Every change makes a new state and leaves the old one valid, so an update that f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -213,17 +214,24 @@ class LayerState:
 
     def to(self, device: torch.device | str) -> LayerState:
         """On another device."""
+        return self._map(lambda t: t.to(device, non_blocking=True))
 
-        def move(t: torch.Tensor) -> torch.Tensor:
-            return t.to(device, non_blocking=True)
+    def writable(self) -> LayerState:
+        """With no tensor from ``torch.inference_mode``, which could not be appended to outside of it."""
+        if torch.is_inference_mode_enabled() or not any(t.is_inference() for t in self.tensors):
+            return self
+        return self._map(torch.clone)
 
-        dense = replace(self.dense, key_buffer=move(self.dense.key_buffer), value_buffer=move(self.dense.value_buffer))
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LayerState:
+        dense = replace(
+            self.dense, key_buffer=change(self.dense.key_buffer), value_buffer=change(self.dense.value_buffer)
+        )
         return LayerState(
             self.config,
             dense,
-            self.tiles.map(move),
-            None if self.prescale is None else move(self.prescale),
-            None if self.padding is None else self.padding.to(device),
+            self.tiles.map(change),
+            None if self.prescale is None else change(self.prescale),
+            None if self.padding is None else self.padding.map(change),
         )
 
     def _shortened(self, length: int, dense: DenseTokens, tiles: PackedTiles) -> LayerState:

@@ -600,6 +600,33 @@ class TestNumbers:
             cache.update(keys, bad, 0)
         assert same(read(cache), before)
 
+    def test_autocast_does_not_reach_what_is_stored(self):
+        keys, values = kv(2, 300)
+        plain = read(filled(keys, values))
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = filled(keys, values)
+            assert same(read(cache), plain)
+        assert same(read(cache), plain)
+
+    @pytest.mark.parametrize("padded", [False, True])
+    @pytest.mark.parametrize("length", [20, 200])
+    def test_begun_in_inference_mode(self, length, padded):
+        model = tiny.build("llama")
+        ids = tiny.prompt(2, length + 80)
+        ids[0, : length // 2 * padded] = 0
+        logits = []
+        for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+            cache = KVarNCache(model.config, SMALL)
+            with mode():
+                model(input_ids=ids[:, :length], use_cache=True, **{tiny.CACHE_NAME: cache})
+            with torch.no_grad():
+                for i in range(length, length + 79):
+                    model(input_ids=ids[:, i : i + 1], use_cache=True, **{tiny.CACHE_NAME: cache})
+            logits.append(model(input_ids=ids[:, -1:], use_cache=True, **{tiny.CACHE_NAME: cache}).logits)
+            logits[-1].sum().backward()
+        assert torch.equal(logits[0], logits[1])
+        assert torch.equal(logits[0], logits[2])
+
     def test_gradients_pass_and_nothing_of_the_graph_is_stored(self):
         model = tiny.build("llama")
         cache = KVarNCache(model.config, SMALL)

@@ -98,6 +98,8 @@ def _bias(state: LayerState, mask: torch.Tensor | None, logits: torch.Tensor) ->
     """What is added to the logits of [sinks, tiles, tail, run]: the mask, and what left padding excludes."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.finfo(logits.dtype).min)
+    elif mask is not None:
+        mask = mask.float().clamp_min(torch.finfo(logits.dtype).min)  # a query that sees nothing must not become NaN
     if state.padding is None:
         return mask
     sink, tail, length = state.config.sink_length, state.tail_start, state.length
@@ -108,7 +110,7 @@ def _bias(state: LayerState, mask: torch.Tensor | None, logits: torch.Tensor) ->
     behind = position[:, sink:]
     counted = torch.cat([in_sinks < tail, (behind >= start + sink) | (behind >= tail)], 1)
     in_run = position < start  # [batch, length]
-    full = logits.new_zeros(1, 1, 1, length) if mask is None else mask.float()
+    full = logits.new_zeros(1, 1, 1, length) if mask is None else mask
     full = full.expand(start.shape[0], -1, -1, -1)
     bias = full.gather(3, slot[:, None, None].expand(-1, *full.shape[1:3], -1))
     bias = bias.masked_fill(~counted[:, None, None], -torch.inf)

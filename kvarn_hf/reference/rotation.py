@@ -34,10 +34,12 @@ def hadamard(order: int) -> torch.Tensor:
     torch.Tensor
         ``[order, order]``, float32, symmetric, its own inverse.
     """
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < order:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    return matrix / order**0.5
+    # It is kept, so it must not depend on the modes and defaults of the first caller.
+    with torch.inference_mode(False):
+        matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+        while matrix.shape[0] < order:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+        return matrix / order**0.5
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -63,12 +65,14 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     """
     block, stride = rotation_block(x.shape[-1]), 1
     y = x.reshape(-1, x.shape[-1])
-    while stride < block:
-        radix = min(_RADIX, block // stride)
-        matrix = hadamard(radix).to(device=x.device, dtype=x.dtype)
-        if stride == 1:
-            y = (y.reshape(-1, radix) @ matrix).reshape(y.shape)
-        else:
-            y = (matrix @ y.reshape(-1, radix, stride)).reshape(y.shape)
-        stride *= radix
+    # What is stored must not depend on the precision of the model's products.
+    with torch.autocast(x.device.type, enabled=False):
+        while stride < block:
+            radix = min(_RADIX, block // stride)
+            matrix = hadamard(radix).to(device=x.device, dtype=x.dtype)
+            if stride == 1:
+                y = (y.reshape(-1, radix) @ matrix).reshape(y.shape)
+            else:
+                y = (matrix @ y.reshape(-1, radix, stride)).reshape(y.shape)
+            stride *= radix
     return y.reshape(x.shape)
