@@ -30,6 +30,11 @@ _METADATA = {
 }
 
 
+# ``x[:, :, None, :, :].expand(...).reshape(...)`` is how Transformers repeats KV heads.
+_REPEATING = {torch.Tensor.__getitem__, torch.Tensor.expand, torch.Tensor.reshape}
+_WITH_GROUPS = (slice(None), slice(None), None, slice(None), slice(None))
+
+
 class Reading:
     """What one step of one layer reads: its state before the commit, and the dense tensors if anybody asked for them.
 
@@ -61,32 +66,54 @@ class Reading:
 
 
 class LazyStates(torch.Tensor):
-    """Dense keys (or values) to be, ``[batch, heads, length, head_dim]``."""
+    """Dense keys (or values) to be, ``[batch, heads * repeats, length, head_dim]``.
+
+    ``grouped`` is the shape on the way there, ``[batch, heads, repeats, length, head_dim]``: Transformers repeats KV
+    heads by indexing, expanding and reshaping, and none of these needs data.
+    """
 
     reading: Reading
     is_value: bool
+    repeats: int
+    grouped: bool
 
     @staticmethod
     def pair(reading: Reading) -> tuple[LazyStates, LazyStates]:
         """Keys and values of one reading."""
-        dense, length = reading.state.dense, reading.state.length
-        return (
-            LazyStates._make(reading, dense.key_buffer, False, length),
-            LazyStates._make(reading, dense.value_buffer, True, length),
-        )
+        return LazyStates._make(reading, False), LazyStates._make(reading, True)
 
     @staticmethod
-    def _make(reading: Reading, like: torch.Tensor, is_value: bool, length: int) -> LazyStates:
+    def _make(reading: Reading, is_value: bool, repeats: int = 1, grouped: bool = False) -> LazyStates:
+        dense = reading.state.dense
+        like = dense.value_buffer if is_value else dense.key_buffer
         batch, heads, _, head_dim = like.shape
+        groups = (heads, repeats) if grouped else (heads * repeats,)
         lazy = torch.Tensor._make_wrapper_subclass(
-            LazyStates, (batch, heads, length, head_dim), dtype=like.dtype, device=like.device
+            LazyStates, (batch, *groups, reading.state.length, head_dim), dtype=like.dtype, device=like.device
         )
-        lazy.reading, lazy.is_value = reading, is_value
+        lazy.reading, lazy.is_value, lazy.repeats, lazy.grouped = reading, is_value, repeats, grouped
         return lazy
 
     def dense(self) -> torch.Tensor:
         """The tensor itself."""
-        return self.reading.dense()[self.is_value]
+        tensor = self.reading.dense()[self.is_value]
+        if self.grouped:
+            return tensor.unsqueeze(2).expand(self.shape)
+        return tensor if self.repeats == 1 else tensor.repeat_interleave(self.repeats, 1)
+
+    def _repeating(self, func: Any, arguments: tuple[Any, ...]) -> LazyStates | None:
+        """What one of the three steps of repeating KV heads gives; None for any other call."""
+        shape = tuple(self.shape)
+        if func is torch.Tensor.__getitem__ and arguments == (_WITH_GROUPS,) and not self.grouped and self.repeats == 1:
+            return LazyStates._make(self.reading, self.is_value, 1, True)
+        if not self.grouped:
+            return None
+        kept = (*arguments[:2], *arguments[3:]) == (*shape[:2], *shape[3:])
+        if func is torch.Tensor.expand and self.repeats == 1 and kept:
+            return LazyStates._make(self.reading, self.is_value, arguments[2], True)
+        if func is torch.Tensor.reshape and arguments == (shape[0], shape[1] * shape[2], *shape[3:]):
+            return LazyStates._make(self.reading, self.is_value, self.repeats, False)
+        return None
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -98,6 +125,10 @@ class LazyStates(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _REPEATING and isinstance(args[0], LazyStates) and not kwargs:
+            repeated = args[0]._repeating(func, args[1:])
+            if repeated is not None:
+                return repeated
         if func is scaled_dot_product_attention:
             out = _attend(*args, **kwargs)
             if out is not None:
@@ -115,7 +146,8 @@ class LazyStates(torch.Tensor):
 def reading_of(key: torch.Tensor, value: torch.Tensor) -> Reading | None:
     """The reading that a pair of lazy tensors stands for; None if they are no such pair."""
     if isinstance(key, LazyStates) and isinstance(value, LazyStates):
-        matching = key.reading is value.reading and not key.is_value and value.is_value
+        matching = key.reading is value.reading and key.repeats == value.repeats
+        matching = matching and not (key.is_value or key.grouped or value.grouped) and value.is_value
         return key.reading if matching else None
     return None
 
@@ -135,10 +167,10 @@ def _attend(
     if reading is None or isinstance(query, LazyStates) or dropout_p or is_causal or query.ndim != 4:
         return None
     batch, query_heads, tokens, head_dim = query.shape
-    heads, length = key.shape[1:3]
+    heads, length = key.reading.state.dense.key_buffer.shape[1], key.shape[2]
     if (batch, head_dim, query.dtype) != (key.shape[0], key.shape[3], key.dtype):
         return None
-    if query_heads % heads or (query_heads != heads and not enable_gqa):
+    if query_heads % heads or (query_heads != heads * key.repeats and not enable_gqa):
         return None
     if attn_mask is not None:
         allowed = ((1, batch), (1, query_heads), (1, tokens), (length,))

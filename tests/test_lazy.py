@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from kvarn_hf import KVarNCache, KVarNConfig, ops
 from kvarn_hf.lazy import LazyStates
@@ -111,3 +112,27 @@ def test_kernels_without_a_backward_pass_are_not_asked_for_one(monkeypatch):
     _, _, cache = lazy()
     monkeypatch.setattr(ops, "uses_kernels", lambda device: True)
     assert ops.attend(cache.layers[0].state, query().requires_grad_(), None) is None
+
+
+def test_repeated_heads_stay_lazy():
+    """As Transformers repeats KV heads for a masked batch; anything else on the way is done to dense tensors."""
+    keys, values, cache = lazy()
+    repeated = [repeat_kv(x, 3) for x in (keys, values)]
+    assert all(isinstance(x, LazyStates) for x in repeated)
+    batch, heads, length, head_dim = keys.shape
+    query = torch.randn(batch, 3 * heads, 1, head_dim)
+    mask = torch.rand(batch, 1, 1, length) > 0.3
+    before = dict(cache.layers[0].reads)
+    out = scaled_dot_product_attention(query, *repeated, attn_mask=mask)
+    assert cache.layers[0].reads["fused"] == before["fused"] + 1
+    assert cache.layers[0].reads["dequantized"] == before["dequantized"]
+    dense = [repeat_kv(x, 3) for x in (cache.layers[0].keys, cache.layers[0].values)]
+    torch.testing.assert_close(out, scaled_dot_product_attention(query, *dense, attn_mask=mask), rtol=1e-4, atol=1e-5)
+
+    assert torch.equal(repeated[0] * 1, dense[0])
+    grouped = keys[:, :, None, :, :]
+    wide = cache.layers[0].keys[:, :, None].expand(-1, -1, 3, -1, -1)
+    assert torch.equal(grouped.expand(batch, heads, 3, length, head_dim) * 1, wide)
+    assert torch.equal(grouped.expand(-1, -1, 3, -1, -1) * 1, wide)
+    assert torch.equal(grouped.reshape(batch, heads, length, head_dim) * 1, cache.layers[0].keys)
+    assert torch.equal(grouped.reshape(batch, -1) * 1, cache.layers[0].keys.reshape(batch, -1))
