@@ -61,14 +61,11 @@ def kvarn_attention(
     weights : None
     """
     reading = reading_of(key, value)
-    if reading is not None and not dropout:
-        if query.shape[2] == 1 or attention_mask is not None:
-            out = reading.attend(query, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux)
-            if out is not None:
-                return out, None
-        key, value = reading.dense()
-    elif isinstance(key, LazyStates) or isinstance(value, LazyStates):
-        key, value = (x.dense() if isinstance(x, LazyStates) else x for x in (key, value))
+    if reading is not None and not dropout and (query.shape[2] == 1 or attention_mask is not None):
+        out = reading.attend(query, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux)
+        if out is not None:
+            return out, None
+    key, value = (x.dense() if isinstance(x, LazyStates) else x for x in (key, value))
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs

@@ -76,6 +76,7 @@ class LazyStates(torch.Tensor):
     is_value: bool
     repeats: int
     grouped: bool
+    _copy: torch.Tensor | None = None
 
     @staticmethod
     def pair(reading: Reading) -> tuple[LazyStates, LazyStates]:
@@ -99,7 +100,11 @@ class LazyStates(torch.Tensor):
         tensor = self.reading.dense()[self.is_value]
         if self.grouped:
             return tensor.unsqueeze(2).expand(self.shape)
-        return tensor if self.repeats == 1 else tensor.repeat_interleave(self.repeats, 1)
+        if self.repeats == 1:
+            return tensor
+        if self._copy is None:  # once: it may be changed in place
+            self._copy = tensor.repeat_interleave(self.repeats, 1)
+        return self._copy
 
     def _repeating(self, func: Any, arguments: tuple[Any, ...]) -> LazyStates | None:
         """What one of the three steps of repeating KV heads gives; None for any other call."""

@@ -85,6 +85,16 @@ def test_changes_in_place_count(change):
     assert torch.equal(cache.layers[0].keys, held)
 
 
+def test_changes_of_repeated_heads_count():
+    keys, values, cache = lazy()
+    keys, values = (x[:, :, None, :, :].expand(2, 2, 3, LENGTH, 64).reshape(2, 6, LENGTH, 64) for x in (keys, values))
+    keys.mul_(2)
+    out = scaled_dot_product_attention(query(heads=6), keys, values)
+    held = cache.layers[0].keys, cache.layers[0].values
+    expected = [x.repeat_interleave(3, 1) for x in held]
+    assert torch.equal(out, scaled_dot_product_attention(query(heads=6), expected[0] * 2, expected[1]))
+
+
 def test_scores_are_precise_under_autocast():
     keys, values, cache = lazy()
     expected = scaled_dot_product_attention(query(), keys, values)
