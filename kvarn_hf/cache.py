@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from kvarn_hf import serialization
+from kvarn_hf import attention, serialization
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
 
-_LAZY_ATTENTION = ("sdpa", "kvarn")
+_LAZY_ATTENTION = ("sdpa", attention.NAME)
 
 
 class KVarNCache(DynamicCache):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -112,20 +112,7 @@ def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
     if uses_kernels(state.dense.keys.device):
         from kvarn_kernels.dequantize import dequantize_tiles
 
-        return dequantize_tiles(
-            tiles.keys,
-            tiles.values,
-            state.prescale,
-            tiles.rows,
-            state.dense.keys,
-            state.dense.values,
-            None if padding is None else (padding.length, padding.key, padding.value),
-            count=tiles.count,
-            sink_length=sink,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            rotated=config.method != "rtn",
-        )
+        return dequantize_tiles(*_stored(state), **_layout(state))
     packed_keys, packed_values = tiles.filled()
     prescale = None if state.prescale is None else state.prescale.unsqueeze(2)
 
@@ -188,30 +175,50 @@ def attend(
         return None  # the kernel has no backward pass
     from kvarn_kernels.decode_attention import decode_attention, supported
 
-    config, tiles, padding = state.config, state.tiles, state.padding
+    config = state.config
     value_dim = state.dense.value_buffer.shape[3]
     if not supported(query, value_dim, config.tile_size, config.key_bits, config.value_bits):
         return None
     return decode_attention(
         query,
-        tiles.keys,
-        tiles.values,
-        state.prescale,
-        tiles.rows,
-        state.dense.keys,
-        state.dense.values,
-        None if padding is None else (padding.length, padding.key, padding.value),
+        *_stored(state),
         mask,
-        count=tiles.count,
-        sink_length=config.sink_length,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        rotated=config.method != "rtn",
+        **_layout(state),
         scaling=scaling,
         causal=False,
         softcap=softcap,
         sinks=sinks,
     )
+
+
+_Stored: TypeAlias = tuple[
+    Packed,
+    Packed,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor,
+    torch.Tensor,
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+]
+
+
+def _stored(state: LayerState) -> _Stored:
+    """The tensors of a state, in the order in which every kernel that reads one takes them."""
+    tiles, dense, padding = state.tiles, state.dense, state.padding
+    run = None if padding is None else (padding.length, padding.key, padding.value)
+    return tiles.keys, tiles.values, state.prescale, tiles.rows, dense.keys, dense.values, run
+
+
+def _layout(state: LayerState) -> dict[str, Any]:
+    """How those tensors are to be read."""
+    config = state.config
+    return {
+        "count": state.count,
+        "sink_length": config.sink_length,
+        "key_bits": config.key_bits,
+        "value_bits": config.value_bits,
+        "rotated": config.method != "rtn",
+    }
 
 
 def can_attend(state: LayerState, tokens: int) -> bool:

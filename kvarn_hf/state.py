@@ -15,7 +15,7 @@ import torch
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.padding import LeftPadding
+from kvarn_hf.padding import LeftPadding, gather_tokens
 from kvarn_hf.tiles import PackedTiles
 
 # Dense buffers grow by this many tokens, so that most decode steps append in place.
@@ -253,9 +253,7 @@ class LayerState:
         span = ahead.clamp_max(size)[:, None]
         position = first[:, None] + torch.arange(size, device=first.device) % span
         index = (position - start + sink).clamp(0, self.dense.length - 1)
-        keys = self.dense.keys
-        window = keys.gather(2, index[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
-        fresh = ops.key_prescale(window)
+        fresh = ops.key_prescale(gather_tokens(self.dense.keys, index))
         known = torch.ones_like(fresh) if self.prescale is None else self.prescale
         begins_here = (first >= start) & (first < end)
         return torch.where(begins_here[:, None, None], fresh, known)

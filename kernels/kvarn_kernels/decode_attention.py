@@ -19,13 +19,13 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
 from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
+from kvarn_kernels.launch import on_device_of, padded, power_of_two, rotation_block
 from kvarn_kernels.launch_table import Tuning, plan, programs_at_once, tuning_for
 
 LOG2E = 1.4426950408889634
@@ -177,7 +177,7 @@ def decode_attention(
         tuple([x & 15 for x in addresses]) if misaligned else None,
         tuning,
     )
-    with _on_device(query):
+    with on_device_of(query):
         call = _PREPARED.get(kind)
         if call is None:
             if not supported(query, value_dim, tile, key_bits, value_bits):
@@ -212,7 +212,7 @@ def decode_attention(
             lse_start,
             *call.split_constants,
         )
-        padded_entries = _power_of_two(entries)
+        padded_entries = power_of_two(entries)
         combine = call.combine.get(padded_entries)
         if combine is None:
             combine = call.prepare_combine(padded_entries, part, sinks, out)
@@ -263,7 +263,7 @@ class _Prepared:
         value_dim = kind.value_dim
         columns = query_heads // kind.heads * queries
         cols = 4 if columns <= 4 else _MOST_COLUMNS
-        key_pad, value_pad = _padded(key_dim, 32), _padded(value_dim, 64)
+        key_pad, value_pad = padded(key_dim, 32), padded(value_dim, 64)
         tuning = kind.tuning or tuning_for(kind.device, cols, max(key_pad, value_pad))
         self.tuning, self.columns, self.cols, self.value_pad = tuning, columns, cols, value_pad
         self.blocks = -(-columns // cols)
@@ -359,22 +359,5 @@ def _prepare(kind: _Kind, arrays: tuple[torch.Tensor | None, ...]) -> _Prepared:
     return call
 
 
-def _on_device(x: torch.Tensor) -> AbstractContextManager[object]:
-    # Entering the context costs microseconds, and is needed only when another GPU is current.
-    return (
-        nullcontext()
-        if x.device.type == "cpu" or x.device.index == torch.cuda.current_device()
-        else torch.cuda.device(x.device)
-    )
-
-
-def _padded(dim: int, least: int) -> int:
-    return max(least, _power_of_two(dim))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _block_bits(dim: int) -> int:
-    return (dim & -dim).bit_length() - 1
+    return rotation_block(dim).bit_length() - 1
