@@ -1,0 +1,93 @@
+"""How every figure looks: colours that colour-blind readers tell apart, and a second cue for black and white.
+
+matplotlib is imported when the first figure is made, so that the package can be used without it. Figures are made
+without pyplot: nothing global changes, and nothing stays open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 90
+GREY = "#666666"
+
+
+@dataclass(frozen=True)
+class SeriesStyle:
+    """Colour, line style, marker and hatch of one series of a figure."""
+
+    color: str
+    linestyle: str | tuple[int, tuple[int, ...]]
+    marker: str
+    hatch: str
+
+
+# Okabe and Ito's colours, in an order in which neighbours differ in lightness too.
+_SERIES = (
+    SeriesStyle("#000000", "-", "o", ""),
+    SeriesStyle("#0072B2", "--", "s", "////"),
+    SeriesStyle("#E69F00", "-.", "^", "...."),
+    SeriesStyle("#009E73", ":", "D", "xxxx"),
+    SeriesStyle("#D55E00", (0, (5, 1, 1, 1, 1, 1)), "v", "\\\\\\\\"),
+    SeriesStyle("#CC79A7", (0, (1, 3)), "P", "----"),
+    SeriesStyle("#56B4E9", (0, (8, 3)), "X", "++++"),
+)
+
+
+def series_style(index: int) -> SeriesStyle:
+    """Style of the ``index``-th series; they repeat after seven."""
+    return _SERIES[index % len(_SERIES)]
+
+
+def figure(
+    rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 3.5), **layout: Any
+) -> tuple[Figure, list[list[Axes]]]:
+    """An empty figure and its axes.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Axes below and beside one another.
+    size : tuple of float
+        Width and height in inches.
+    **layout
+        Further arguments of :meth:`matplotlib.figure.Figure.subplots`.
+
+    Returns
+    -------
+    figure : matplotlib.figure.Figure
+    axes : list of list of matplotlib.axes.Axes
+        ``axes[row][column]``.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed; the message names the extra that brings it.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ImportError('Figures need matplotlib: pip install "kvarn-hf[notebooks]".') from error
+    made = Figure(figsize=size, dpi=DPI, layout="constrained")
+    axes = made.subplots(rows, columns, squeeze=False, **layout)
+    return made, [list(row) for row in axes]
+
+
+def dress(axes: Axes, title: str = "", x: str = "", y: str = "", *, legend: bool = False, grid: bool = True) -> None:
+    """Give axes their title, labels with units, a light grid and a legend, and take the needless frame away."""
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if grid:
+        axes.grid(True, color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+    if legend:
+        # Wide enough to show a whole period of the line styles.
+        axes.legend(fontsize=8, frameon=False, handlelength=3.2)
