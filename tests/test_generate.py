@@ -174,16 +174,16 @@ MODES = (
 
 # What DynamicCache itself cannot do: Transformers refuses drafts for models with a state ("stateful models"), and its
 # layers for linear attention have no batch_repeat_interleave.
-_NOT_IN_TRANSFORMERS = {(name, mode) for name in tiny.LINEAR for mode in (assisted, prompt_lookup, custom_loop)}
+NOT_IN_TRANSFORMERS = {(name, mode) for name in tiny.LINEAR for mode in (assisted, prompt_lookup, custom_loop)}
 if tiny.CACHE_NAME == "past_key_values":
     # Transformers 5.17 builds a mask of the wrong size for a draft model's own window layers.
-    _NOT_IN_TRANSFORMERS |= {(name, assisted) for name in tiny.SLIDING}
+    NOT_IN_TRANSFORMERS |= {(name, assisted) for name in tiny.SLIDING}
 
 COMBINATIONS = [
     pytest.param(name, mode, id=f"{name}-{mode.__name__}")
     for name in tiny.NAMES
     for mode in MODES
-    if (name, mode) not in _NOT_IN_TRANSFORMERS
+    if (name, mode) not in NOT_IN_TRANSFORMERS
 ]
 
 

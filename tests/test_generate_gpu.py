@@ -1,4 +1,4 @@
-"""``generate()`` on a GPU with the fused attention: every mode, against the same cache read by dequantizing."""
+"""``generate()`` on a GPU with the fused attention: every mode, every step against the same state dequantized."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvarn_hf import KVarNCache, KVarNConfig
+from kvarn_hf import KVarNCache, KVarNConfig, ops
+from kvarn_hf.reference.attention import attention as exact_attention
 from tests import models_tiny as tiny
 from tests import test_generate as modes
 
@@ -49,18 +50,24 @@ MODES = (
 )
 
 
-def assert_close(run: modes.Run, expected: modes.Run) -> None:
-    """Equal up to the attention's rounding: logits are compared as long as the tokens before them are the same."""
-    assert run.tokens.shape == expected.tokens.shape
-    steps = min(len(run.logits), len(expected.logits))
-    for step in range(steps):
-        logits, other = run.logits[step].float(), expected.logits[step].float()
-        if logits.shape != other.shape:
-            break
-        scale = other.std()
-        assert (logits - other).abs().mean() < 0.05 * scale, f"step {step}"
-        if not torch.equal(logits.argmax(-1), other.argmax(-1)):
-            break
+@pytest.fixture
+def checked(monkeypatch):
+    """Every fused attention is compared with float64 attention over the dequantized tokens of the same state."""
+    fused = ops.attend
+
+    def attend(state, query, mask, *, scaling=None, softcap=None, sinks=None):
+        out = fused(state, query, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        if out is not None:
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            keys, values = ops.dense(state)
+            expected = exact_attention(
+                query, keys, values, mask, scaling=scale, causal=False, softcap=softcap, sinks=sinks
+            )
+            # bfloat16 rounds the dequantized keys and values, the weights and the result, each by up to 2^-9.
+            assert (out - expected).norm() <= 4 * 2**-9 * expected.norm()
+        return out
+
+    monkeypatch.setattr(ops, "attend", attend)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
@@ -68,25 +75,31 @@ def assert_close(run: modes.Run, expected: modes.Run) -> None:
     ("name", "attention"),
     [("llama", "sdpa"), ("llama", "kvarn"), ("gemma3", "sdpa"), ("phi3", "kvarn")],
 )
-def test_fused_equals_dequantized(name, attention, mode):
+def test_every_step_of_every_mode(checked, name, attention, mode):
+    if (name, mode) in modes.NOT_IN_TRANSFORMERS:
+        pytest.skip("this version of Transformers fails at this with its own caches, too")
     on_gpu = model(name, attention)
     torch.manual_seed(0)
     run = mode(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL), 190, 20)
     assert run.cache.report()["reads"]["fused"] > 0
     assert run.tokens.shape[1] == 210
     assert modes.tile_count(run.cache) == 3
-    torch.manual_seed(0)
-    expected = mode(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL, fused=False), 190, 20)
-    assert expected.cache.report()["reads"]["fused"] == 0
-    assert_close(run, expected)
+
+
+@pytest.mark.parametrize("mode", [modes.greedy, modes.left_padded], ids=lambda mode: mode.__name__)
+def test_the_fused_path_can_be_turned_off(mode):
+    on_gpu = model("llama", "kvarn")
+    run = mode(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL), 190, 20)
+    plain = mode(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL, fused=False), 190, 20)
+    assert plain.cache.report()["reads"]["fused"] == 0
+    assert (run.logits[1] - plain.logits[1]).float().norm() < 0.05 * plain.logits[1].float().norm()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next"])
-def test_greedy_on_every_kind_of_model(name):
+def test_every_kind_of_model(checked, name):
     on_gpu = model(name, "kvarn")
     run = modes.greedy(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL), 190, 12)
-    expected = modes.greedy(on_gpu, lambda: KVarNCache(on_gpu.config, SMALL, fused=False), 190, 12)
-    assert_close(run, expected)
+    assert run.tokens.shape[1] == 202
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvarn"])
