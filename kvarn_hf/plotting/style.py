@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DPI = 90
 GREY = "#666666"
+# Its lightness rises evenly, so a heat map reads the same in black and white and to colour-blind readers.
+HEAT = "cividis"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ _SERIES = (
     SeriesStyle("#CC79A7", (0, (1, 3)), "P", "----"),
     SeriesStyle("#56B4E9", (0, (8, 3)), "X", "++++"),
 )
+
+# Handles wide enough to show a whole period of the line styles.
+_LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "handlelength": 3.2}
 
 
 def series_style(index: int) -> SeriesStyle:
@@ -89,5 +94,25 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "", *, legend: bool
         axes.grid(True, color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
     if legend:
-        # Wide enough to show a whole period of the line styles.
-        axes.legend(fontsize=8, frameon=False, handlelength=3.2)
+        axes.legend(**_LEGEND)
+
+
+def plain_log(axes: Axes, which: str = "y") -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 of every decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend_above(axes: Axes, columns: int) -> None:
+    """A legend of so many columns above the axes."""
+    axes.legend(**_LEGEND, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def legend_beside(axes: Axes) -> None:
+    """A legend to the right of the axes."""
+    axes.legend(**_LEGEND, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,0 +1,220 @@
+"""Figures of quantization errors: by method, by position, by size, and of token norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, plain_log, series_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], y: str, *, log: bool = False, decimals: int = 2) -> Figure:
+    """Grouped bars with their values written above them.
+
+    Parameters
+    ----------
+    groups : mapping of str to mapping of str to float
+        For every group on the axis, the value of every series. All groups have the same series.
+    y : str
+        What the values are, with their unit.
+    log : bool
+        Logarithmic axis.
+    decimals : int
+        Of the values written.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    names = list(next(iter(groups.values())))
+    made, ((ax,),) = figure(1, 1, (max(6.0, 0.62 * len(names) * len(groups) + 1.0), 3.3))
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        style = series_style(index)
+        x = [group + (index - (len(names) - 1) / 2) * width for group in range(len(groups))]
+        heights = [values[name] for values in groups.values()]
+        drawn = ax.bar(
+            x,
+            heights,
+            0.92 * width,
+            color="white" if style.hatch else style.color,
+            edgecolor=style.color,
+            hatch=style.hatch,
+            linewidth=1.2,
+            label=name,
+        )
+        ax.bar_label(drawn, fmt=f"%.{decimals}f", fontsize=7, padding=1)
+    ax.set_xticks(range(len(groups)), list(groups))
+    if log:
+        plain_log(ax)
+    dress(ax, "", "", y)
+    ax.grid(False, axis="x")
+    legend_above(ax, len(names))
+    return made
+
+
+def by_token(series: Mapping[str, torch.Tensor], y: str = "error / length of the token") -> Figure:
+    """One value per token of a tile, a line per series.
+
+    Parameters
+    ----------
+    series : mapping of str to torch.Tensor
+        ``[tokens]`` of every line.
+    y : str
+        What the values are, with their unit.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    made, ((ax,),) = figure(1, 1, (7.0, 3.0))
+    for index, (name, values) in enumerate(series.items()):
+        style = series_style(index)
+        ax.plot(
+            values.detach().float().cpu().numpy(),
+            color=style.color,
+            linestyle=style.linestyle,
+            marker=style.marker,
+            markersize=3.5,
+            markevery=8,
+            linewidth=1.3,
+            label=name,
+        )
+    ax.set_ylim(bottom=0)
+    dress(ax, "", "token of the tile", y, legend=True)
+    return made
+
+
+def accumulation(
+    curves: Mapping[str, tuple[torch.Tensor, torch.Tensor]], y: str, *, start: int = 0, bin_size: int = 128
+) -> Figure:
+    """Static and accumulated error by position.
+
+    Parameters
+    ----------
+    curves : mapping of str to (torch.Tensor, torch.Tensor)
+        For every method, the static and the accumulated error, ``[positions]`` each.
+    y : str
+        What the errors are, with their unit.
+    start : int
+        Position of the first of them.
+    bin_size : int
+        Positions that one point is the mean of.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        A dashed line with open markers for the static error of each method, a solid one with filled markers for the
+        accumulated error.
+    """
+    made, ((ax,),) = figure(1, 1, (7.0, 3.6))
+    for index, (name, pair) in enumerate(curves.items()):
+        style = series_style(index)
+        for kind, values in zip(("static", "accumulated"), pair, strict=True):
+            parts = values.detach().float().cpu().split(bin_size)
+            edges = [start + bin_size * i for i in range(len(parts))]
+            middles = [edge + len(part) / 2 for edge, part in zip(edges, parts, strict=True)]
+            ax.plot(
+                middles,
+                [part.mean().item() for part in parts],
+                color=style.color,
+                linestyle="--" if kind == "static" else "-",
+                marker=style.marker,
+                markersize=5,
+                markerfacecolor="white" if kind == "static" else style.color,
+                linewidth=1.3,
+                label=f"{name}, {kind}",
+            )
+    ax.set_ylim(bottom=0)
+    dress(ax, "", "position in the text, in tokens", y)
+    legend_beside(ax)
+    return made
+
+
+def magnitude_shares(largest: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
+    """How much of the largest errors is a wrong length rather than a wrong direction.
+
+    Parameters
+    ----------
+    largest : sequence of float
+        Shares of all tokens that count as largest, each from 0 to 1.
+    curves : mapping of str to sequence of float
+        For every method, the share of the squared error that is magnitude, from 0 to 1, at each of ``largest``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    made, ((ax,),) = figure(1, 1, (6.4, 3.3))
+    for index, (name, shares) in enumerate(curves.items()):
+        style = series_style(index)
+        ax.plot(
+            [100 * share for share in largest],
+            [100 * share for share in shares],
+            color=style.color,
+            linestyle=style.linestyle,
+            marker=style.marker,
+            markersize=5,
+            linewidth=1.4,
+            label=name,
+        )
+    plain_log(ax, "x")
+    ax.set_ylim(-1, max(10.0, 115 * max(map(max, curves.values()))))
+    dress(ax, "", "tokens with the largest errors, in % of all", "share that is magnitude, in %", legend=True)
+    return made
+
+
+def token_norms(norms: torch.Tensor, restored: Mapping[str, torch.Tensor], most_points: int = 1500) -> Figure:
+    """Joint plots of every token's length before and after quantization, with both distributions beside them.
+
+    Parameters
+    ----------
+    norms : torch.Tensor
+        ``[tokens]``: lengths of the original vectors.
+    restored : mapping of str to torch.Tensor
+        For every method, ``[tokens]``: lengths of what is read back.
+    most_points : int
+        Tokens drawn, evenly taken from all, so that the picture stays small; the histograms count all of them.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        For every method a scatter plot, with a histogram of the original lengths above it and one of the restored
+        lengths to its right.
+    """
+    made, axes = figure(
+        2, 2 * len(restored), (3.6 * len(restored), 3.5), width_ratios=(4, 1) * len(restored), height_ratios=(1, 4)
+    )
+    norms = norms.detach().float().cpu().flatten()
+    top = 1.05 * max(norms.max().item(), *(n.max().item() for n in restored.values()))
+    step = max(1, norms.numel() // most_points)
+    for index, (name, norms_hat) in enumerate(restored.items()):
+        style = series_style(index)
+        norms_hat = norms_hat.detach().float().cpu().flatten()
+        above, corner = axes[0][2 * index : 2 * index + 2]
+        joint, right = axes[1][2 * index : 2 * index + 2]
+        corner.axis("off")
+        joint.scatter(
+            norms[::step].numpy(),
+            norms_hat[::step].numpy(),
+            s=7,
+            marker=style.marker,
+            color=style.color,
+            alpha=0.35,
+            linewidths=0,
+        )
+        joint.plot([0, top], [0, top], color=GREY, linestyle="--", linewidth=1)
+        joint.set_xlim(0, top)
+        joint.set_ylim(0, top)
+        above.hist(norms.numpy(), bins=40, range=(0, top), color=GREY)
+        right.hist(norms_hat.numpy(), bins=40, range=(0, top), color=style.color, orientation="horizontal")
+        for ax in (above, right):
+            ax.axis("off")
+        above.set_title(name, fontsize=10)
+        dress(joint, "", "length before", "length after" if index == 0 else "")
+    return made

@@ -1,0 +1,218 @@
+"""Figures of bytes and of speed: what a cache holds, what fits, and how long a decode step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, series_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GIB = 2**30
+
+
+def cache_bytes(caches: Mapping[str, Mapping[str, int]]) -> Figure:
+    """What caches hold, one stacked bar each.
+
+    Parameters
+    ----------
+    caches : mapping of str to mapping of str to int
+        For every cache, the bytes of each of its parts.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    made, ((ax,),) = figure(1, 1, (7.0, 0.55 * len(caches) + 1.0))
+    names = list(caches)
+    parts = list(dict.fromkeys(part for held in caches.values() for part in held))
+    left = dict.fromkeys(caches, 0.0)
+    for index, part in enumerate(parts):
+        style = series_style(index)
+        present = [cache for cache, held in caches.items() if held.get(part)]
+        widths = [caches[cache][part] / 2**20 for cache in present]
+        ax.barh(
+            [names.index(cache) for cache in present],
+            widths,
+            0.6,
+            [left[cache] for cache in present],
+            color="white" if style.hatch else style.color,
+            edgecolor=style.color,
+            hatch=style.hatch,
+            label=part,
+        )
+        for cache, width in zip(present, widths, strict=True):
+            left[cache] += width
+    for row, total in enumerate(left.values()):
+        ax.text(total, row, f" {total:.1f} MiB", va="center", fontsize=9)
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.15 * max(left.values()))
+    dress(ax, "", "MiB")
+    ax.grid(False, axis="y")
+    legend_above(ax, len(parts))
+    return made
+
+
+def bytes_by_context(
+    contexts: Sequence[int], caches: Mapping[str, Sequence[int]], limits: Mapping[str, int] | None = None
+) -> Figure:
+    """How caches grow with the context.
+
+    Parameters
+    ----------
+    contexts : sequence of int
+        Tokens.
+    caches : mapping of str to sequence of int
+        For every cache, its bytes at each context.
+    limits : mapping of str to int, optional
+        Bytes at which horizontal lines are drawn, such as a GPU's free memory, by their names.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    made, ((ax,),) = figure(1, 1, (7.0, 3.6))
+    for index, (name, sizes) in enumerate(caches.items()):
+        style = series_style(index)
+        gib = [size / GIB for size in sizes]
+        ax.plot(
+            contexts, gib, color=style.color, linestyle=style.linestyle, marker=style.marker, markersize=4, label=name
+        )
+        ax.annotate(
+            f" {gib[-1]:.1f} GiB", (contexts[-1], gib[-1]), fontsize=8, va="center", annotation_clip=False,
+            color=style.color,
+        )  # fmt: skip
+    for name, size in (limits or {}).items():
+        ax.axhline(size / GIB, color=GREY, linestyle=(0, (6, 4)), linewidth=1)
+        ax.text(contexts[0], size / GIB, f"{name}", fontsize=8, color=GREY, va="bottom")
+    ax.set_xlim(0, contexts[-1])
+    ax.set_ylim(bottom=0)
+    ax.set_xticks([contexts[-1] * i // 8 for i in range(9)])
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
+    dress(ax, "", "context, in tokens (1k = 1,024)", "cache, in GiB", legend=True)
+    return made
+
+
+def tokens_that_fit(gpus: Mapping[str, Mapping[str, int]]) -> Figure:
+    """The longest context by GPU and cache, as bars.
+
+    Parameters
+    ----------
+    gpus : mapping of str to mapping of str to int
+        For every GPU, the tokens that fit with each cache.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    names = list(next(iter(gpus.values())))
+    made, ((ax,),) = figure(1, 1, (7.0, 3.4))
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        style = series_style(index)
+        x = [group + (index - (len(names) - 1) / 2) * width for group in range(len(gpus))]
+        tokens = [held[name] for held in gpus.values()]
+        drawn = ax.bar(
+            x,
+            tokens,
+            0.92 * width,
+            color="white" if style.hatch else style.color,
+            edgecolor=style.color,
+            hatch=style.hatch,
+            label=name,
+        )
+        ax.bar_label(drawn, [f"{n / 1000:,.0f}k" for n in tokens], fontsize=7, padding=1)
+    ax.set_xticks(range(len(gpus)), list(gpus))
+    ax.yaxis.set_major_formatter(lambda x, _: f"{x / 1000:,.0f}k")
+    dress(ax, "", "", "tokens that fit (1k = 1,000)", legend=True)
+    ax.grid(False, axis="x")
+    return made
+
+
+def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Time of a decode step by context, one axis per batch size.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        As :func:`kvarn_hf.bench_generate.generate` returns them: ``cache``, ``batch``, ``context``, and ``step_ms`` in
+        milliseconds (None for a run that failed, which is left out).
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    timed = [row for row in rows if row["step_ms"] is not None]
+    batches = sorted({row["batch"] for row in timed})
+    caches = list(dict.fromkeys(row["cache"] for row in timed))
+    made, axes = figure(1, len(batches), (1.5 + 3.6 * len(batches), 3.4))
+    for ax, batch in zip(axes[0], batches, strict=True):
+        for index, cache in enumerate(caches):
+            style = series_style(index)
+            points = sorted((r["context"], r["step_ms"]) for r in timed if (r["cache"], r["batch"]) == (cache, batch))
+            if points:
+                ax.plot(
+                    *zip(*points, strict=True),
+                    color=style.color,
+                    linestyle=style.linestyle,
+                    marker=style.marker,
+                    markersize=5,
+                    label=cache,
+                )
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
+        ax.set_ylim(bottom=0)
+        dress(
+            ax, f"batch {batch}", "context, in tokens (1k = 1,024)", "ms per decode step" if batch == batches[0] else ""
+        )
+    legend_beside(axes[0][-1])
+    return made
+
+
+def attention_times(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Time that reading the cache takes in one decode step, packed against dense, as horizontal bars.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        As :func:`kvarn_hf.bench_attention.attention` returns them; times in microseconds.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    shapes: dict[str, dict[str, float]] = {}
+    for row in rows:
+        context = row["context"]
+        name = (
+            f"batch {row['batch']}, {context // 1024}k tokens, {row['heads']} KV heads x {row['groups']}, "
+            f"head_dim {row['head_dim']}"
+        )
+        times = shapes.setdefault(name, {"dense (best SDPA)": row["dense"][row["best_dense"]]})
+        times[row["preset"]] = row["packed"]
+    names = list(dict.fromkeys(name for times in shapes.values() for name in times))
+    made, ((ax,),) = figure(1, 1, (7.5, 0.55 * len(shapes) + 1.0))
+    height = 0.8 / len(names)
+    for index, name in enumerate(names):
+        style = series_style(index)
+        present = [(i, times[name]) for i, times in enumerate(shapes.values()) if name in times]
+        y = [i + (index - (len(names) - 1) / 2) * height for i, _ in present]
+        drawn = ax.barh(
+            y,
+            [time for _, time in present],
+            0.92 * height,
+            color="white" if style.hatch else style.color,
+            edgecolor=style.color,
+            hatch=style.hatch,
+            label=name,
+        )
+        ax.bar_label(drawn, fmt="%.0f", fontsize=7, padding=2)
+    ax.set_yticks(range(len(shapes)), list(shapes))
+    ax.invert_yaxis()
+    dress(ax, "", "microseconds")
+    ax.grid(False, axis="y")
+    legend_above(ax, len(names))
+    return made
