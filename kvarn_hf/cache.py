@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 from kvarn_hf import attention, serialization
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.monitor import Monitor, Report, warn
 
 _LAZY_ATTENTION = ("sdpa", attention.NAME)
 
@@ -37,6 +38,9 @@ class KVarNCache(DynamicCache):
     fused : bool
         Let decode steps read packed tiles directly where the model's attention allows it ("sdpa" and "kvarn").
         False: always dequantize.
+    monitor : bool, int or Monitor
+        Note how well tiles are quantized, for :meth:`report`: every tile, every n-th, or as a
+        :class:`~kvarn_hf.Monitor` says. What the cache stores stays the same.
 
     Raises
     ------
@@ -56,11 +60,13 @@ class KVarNCache(DynamicCache):
         *,
         skip_layers: Iterable[int] = (),
         fused: bool = True,
+        monitor: bool | int | Monitor = False,
     ) -> None:
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise ValueError(f"config must be a model's config (pass settings as kvarn=...), got {config!r}")
         self.kvarn = kvarn if isinstance(kvarn, KVarNConfig) else KVarNConfig.from_preset(kvarn)
         self.fused = fused
+        self.monitor = Monitor.of(monitor)
         self._latent_dims: tuple[int, int] | None = None
         layers = None
         if config is not None:
@@ -113,8 +119,22 @@ class KVarNCache(DynamicCache):
         """Bytes of all storage the cache keeps alive, in every layer, unused capacity included."""
         return sum(_bytes(layer) for layer in self.layers)
 
-    def report(self) -> dict[str, Any]:
-        """Tokens, layers, regions and bytes, as plain values."""
+    def report(self) -> Report:
+        """Tokens, layers, regions and bytes, and what the monitor saw: a dictionary that prints as a table.
+
+        Warns of tiles that were hard to normalize or are much worse than their layer's others, once each: figures stay
+        on the device until somebody asks, so that no step waits for them.
+        """
+        seen = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, KVarNLayer) and layer.state is not None and layer.log is not None:
+                figures = layer.log.held(layer.state.count)
+                if figures is not None:
+                    warn(layer.log, index, layer.state.config, figures)
+                    seen.append((index, layer.state.config, figures))
+        return Report(self._summary(), self.monitor, seen)
+
+    def _summary(self) -> dict[str, Any]:
         quantized = [layer for layer in self.layers if isinstance(layer, KVarNLayer)]
         state = next((layer.state for layer in quantized if layer.state is not None), None)
         count = 0 if state is None else state.count
@@ -138,7 +158,7 @@ class KVarNCache(DynamicCache):
         }
 
     def __repr__(self) -> str:
-        r = self.report()
+        r = self._summary()
         return (
             f"{type(self).__name__}({r['preset']}, {r['quantized_layers']} of {r['layers']} layers quantized, "
             f"{r['tokens']} tokens = {r['sink_tokens']} sink + {r['packed_tokens']} packed + {r['tail_tokens']} tail, "
@@ -241,7 +261,7 @@ class KVarNCache(DynamicCache):
             self._before.append((layer_idx, _remember(self.layers[layer_idx])))
 
     def _new_layer(self) -> KVarNLayer:
-        return KVarNLayer(self.kvarn, self._latent_dims)
+        return KVarNLayer(self.kvarn, self._latent_dims, self.monitor)
 
     def _require_config(self) -> None:
         if self.layer_class_to_replicate is not None:

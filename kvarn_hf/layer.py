@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.lazy import LazyStates, Reading
+from kvarn_hf.monitor import Monitor, TileLog
 from kvarn_hf.state import LayerState
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,12 +29,17 @@ class KVarNLayer(DynamicLayer):
     latent_dims : tuple of int, optional
         ``(kv_lora_rank, qk_rope_head_dim)`` of a model with multi-head latent attention. When the "values" turn out to
         be the rotary part of the keys, they are kept at 8 bits.
+    monitor : Monitor, optional
+        What to note of the tiles.
     """
 
     is_croppable = True
 
-    def __init__(self, config: KVarNConfig, latent_dims: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, config: KVarNConfig, latent_dims: tuple[int, int] | None = None, monitor: Monitor | None = None
+    ) -> None:
         self.config = config
+        self.log = None if monitor is None else TileLog(monitor)
         self.latent_dims = latent_dims
         self.state: LayerState | None = None
         # How attention read the packed tiles, so far.
@@ -48,6 +54,8 @@ class KVarNLayer(DynamicLayer):
         if self.latent_dims == (key_states.shape[3], value_states.shape[3]) and key_states.shape[1] == 1:
             config = config.replace(value_bits=max(config.value_bits, _ROTARY_KEY_BITS))
         self.state = LayerState.empty(config, key_states, value_states)
+        if self.log is not None:
+            self.log.clear()
         self.is_initialized = True
 
     def update(
@@ -93,7 +101,10 @@ class KVarNLayer(DynamicLayer):
         else:
             read = ops.dense(state)
             self.reads["dequantized"] += state.count > 0
-        self.state = state.committed()
+        committed = state.committed()
+        if self.log is not None:
+            self.log.observe(state, committed)
+        self.state = committed
         return read
 
     @property
@@ -136,7 +147,8 @@ class KVarNLayer(DynamicLayer):
         """Bytes of all storage this layer keeps alive, unused capacity included."""
         if self.state is None:
             return 0
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.state.tensors}
+        tensors = self.state.tensors if self.log is None else (*self.state.tensors, *self.log.tensors)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
     def dense_bytes(self) -> int:
@@ -180,18 +192,18 @@ class KVarNLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let batch row i continue from row ``beam_idx[i]``."""
         if self.state is not None:
-            self.state = self.state.index_select(self._row_indices("beam_idx", beam_idx))
+            self._select(self._row_indices("beam_idx", beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row ``repeats`` times."""
         if self.state is not None:
-            rows = torch.arange(self._batch, device=self._home)
-            self.state = self.state.index_select(rows.repeat_interleave(repeats))
+            self._select(torch.arange(self._batch, device=self._home).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep only the batch rows ``indices``, and only their memory."""
         if self.state is not None:
-            self.state = self.state.index_select(self._row_indices("indices", indices)).compacted()
+            self._select(self._row_indices("indices", indices))
+            self.state = self._held.compacted()
 
     def remember(self) -> tuple[Any, ...] | None:
         """What :meth:`restore` needs to undo the next update: everything but the tiles, and their number."""
@@ -217,6 +229,11 @@ class KVarNLayer(DynamicLayer):
         """Move back to the device the tokens came from."""
         if self.state is not None and self._home != self.device:
             self.state = self.state.to(self.device)
+
+    def _select(self, rows: torch.Tensor) -> None:
+        self.state = self._held.index_select(rows)
+        if self.log is not None:
+            self.log.select(rows)
 
     @property
     def _held(self) -> LayerState:

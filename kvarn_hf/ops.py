@@ -87,7 +87,7 @@ def quantize(
         return
     size = config.tile_size
     if first is not None:
-        keys, values = (_repeat_counted(x, first - position, size) for x in (keys, values))
+        keys, values = (repeat_counted(x, first - position, size) for x in (keys, values))
     keys, values = keys.unflatten(2, (-1, size)), values.unflatten(2, (-1, size))
     if prescale is not None:
         prescale = prescale.unsqueeze(2)
@@ -229,7 +229,7 @@ def can_attend(state: LayerState, tokens: int) -> bool:
     return keys.device.type == "cpu" or (uses_kernels(keys.device) and keys.dtype != torch.float32)
 
 
-def _repeat_counted(x: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
+def repeat_counted(x: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
     """In every tile, replace the tokens before ``first`` (``[batch]``, relative to ``x``) by the later ones."""
     start = torch.arange(0, x.shape[2], size, device=x.device)
     skip = (first[:, None] - start).clamp(0, size)[..., None]  # [batch, tile, 1]

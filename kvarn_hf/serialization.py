@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.monitor import Monitor
 from kvarn_hf.padding import LeftPadding
 from kvarn_hf.reference.quantize import Packed
 from kvarn_hf.state import DenseTokens, LayerState
@@ -37,6 +39,7 @@ def save(cache: KVarNCache, path: str | Path) -> None:
         "kvarn": cache.kvarn.to_dict(),
         "skip_layers": sorted(cache.skip_layers),
         "latent_dims": cache._latent_dims,
+        "monitor": None if cache.monitor is None else asdict(cache.monitor),
         "from_config": cache.layer_class_to_replicate is None,
     }
     save_file(tensors, path, metadata={"format": _FORMAT, "cache": json.dumps(header)})
@@ -53,9 +56,12 @@ def load(cls: type[KVarNCache], path: str | Path, device: torch.device | str) ->
         for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
             _, index, name = key.split(".", 2)
             parts[int(index)][name] = file.get_tensor(key)
-    cache = cls(kvarn=KVarNConfig(**header["kvarn"]), skip_layers=header["skip_layers"])
+    monitor = Monitor(**header["monitor"]) if header.get("monitor") else False
+    cache = cls(kvarn=KVarNConfig(**header["kvarn"]), skip_layers=header["skip_layers"], monitor=monitor)
     cache._latent_dims = tuple(header["latent_dims"]) if header["latent_dims"] else None
-    cache.layers = [_layer_from(entry, part) for entry, part in zip(header["layers"], parts, strict=True)]
+    cache.layers = [
+        _layer_from(entry, part, cache.monitor) for entry, part in zip(header["layers"], parts, strict=True)
+    ]
     if header["from_config"]:
         cache.layer_class_to_replicate = None
     return cache
@@ -74,6 +80,8 @@ def _layer_parts(layer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
                 parts |= {f"{side}.{name}": t for name, t in packed._asdict().items()}
         if state.prescale is not None:
             parts["prescale"] = state.prescale
+        if layer.log is not None and layer.log.figures is not None:
+            parts["figures"] = layer.log.figures
         if state.padding is not None:
             entry["scanned"] = state.padding.scanned
             parts |= {f"padding.{name}": getattr(state.padding, name) for name in ("run", "key", "value")}
@@ -87,10 +95,10 @@ def _layer_parts(layer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     raise ValueError(f"save() supports full-attention and sliding-window layers, got a {type(layer).__name__}")
 
 
-def _layer_from(entry: dict[str, Any], parts: dict[str, torch.Tensor]) -> Any:
+def _layer_from(entry: dict[str, Any], parts: dict[str, torch.Tensor], monitor: Monitor | None) -> Any:
     if entry["kind"] == "kvarn":
         latent_dims = tuple(entry["latent_dims"]) if entry["latent_dims"] else None
-        layer = KVarNLayer(KVarNConfig(**entry["config"]), latent_dims)
+        layer = KVarNLayer(KVarNConfig(**entry["config"]), latent_dims, monitor)
         if parts:
             dense = DenseTokens.copied(parts["dense_keys"], parts["dense_values"])
             layer.lazy_initialization(dense.keys, dense.values)
@@ -104,6 +112,8 @@ def _layer_from(entry: dict[str, Any], parts: dict[str, torch.Tensor]) -> Any:
                 if "padding.run" in parts
                 else None,
             )
+            if layer.log is not None:
+                layer.log.figures = parts.get("figures")
         return layer
     stock: Any = DynamicLayer() if entry["kind"] == "dense" else DynamicSlidingWindowLayer(entry["sliding_window"])
     if parts:

@@ -94,7 +94,7 @@ def quantize_keys(keys: torch.Tensor, prescale: torch.Tensor | None, config: KVa
     rotated frame. "published": Algorithm 1 of arXiv:2606.03458.
     """
     bits = config.key_bits
-    tile, exponent, broken = _tile(keys, prescale, config)
+    tile, exponent, broken = rotated_tile(keys, prescale, config)
     tile = tile.mT  # [..., channel, token]
     token_scale = _column_scale(tile, exponent, config).half().float()
     normalized = tile / token_scale
@@ -133,7 +133,7 @@ def quantize_values(values: torch.Tensor, config: KVarNConfig) -> Packed:
     grids that give every token its exact norm. "published": Algorithm 1 of arXiv:2606.03458.
     """
     bits = config.value_bits
-    tile, exponent, broken = _tile(values, None, config)  # [..., token, channel]
+    tile, exponent, broken = rotated_tile(values, None, config)  # [..., token, channel]
     channel_scale = _column_scale(tile, exponent, config)
     if config.method == "kvarn":
         scale, zero_point = search_grid(tile / channel_scale, bits, power=2)
@@ -173,7 +173,7 @@ def dequantize_values(packed: Packed, config: KVarNConfig) -> torch.Tensor:
     return tile if config.method == "rtn" else rotate(tile)
 
 
-def _tile(
+def rotated_tile(
     x: torch.Tensor, prescale: torch.Tensor | None, config: KVarNConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Finite, pre-scaled, brought to magnitude 1 and rotated: the tile, its exponent [..., 1, 1], its broken tokens."""

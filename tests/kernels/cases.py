@@ -66,7 +66,7 @@ def quantize_both(keys, values, config, position=0, first=None, slot=0):
 def _quantize_in_torch(keys, values, prescale, tiles, config, position, first):
     """The torch path of :func:`kvarn_hf.ops.quantize`, on any device."""
     if first is not None:
-        keys, values = (ops._repeat_counted(x, first - position, config.tile_size) for x in (keys, values))
+        keys, values = (ops.repeat_counted(x, first - position, config.tile_size) for x in (keys, values))
     keys, values = (x.unflatten(2, (-1, config.tile_size)) for x in (keys, values))
     prescale = None if prescale is None else prescale.unsqueeze(2)
     for arena, packed in (
