@@ -1,0 +1,1 @@
+"""Accuracy beside every competitor: ``kvarn eval`` and what it measures."""

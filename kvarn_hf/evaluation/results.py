@@ -1,0 +1,81 @@
+"""Results on disk: one JSON file for each suite and model, which a later run adds to."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import kvarn_hf
+
+
+def environment(device: torch.device | str, seed: int) -> dict[str, Any]:
+    """What figures depend on beside the code's arguments: versions, hardware, commit, seed."""
+    on_gpu = torch.device(device).type == "cuda"
+    return {
+        "kvarn_hf": kvarn_hf.__version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
+        "seed": seed,
+    }
+
+
+class ResultFile:
+    """The records of one suite and model.
+
+    Parameters
+    ----------
+    path : Path
+        Read if it is there.
+    model : str
+        The model's name.
+    key : iterable of str
+        The fields that tell one record from another.
+    """
+
+    def __init__(self, path: Path, model: str, key: Iterable[str]) -> None:
+        self.path, self.key = path, tuple(key)
+        content = json.loads(path.read_text()) if path.exists() else {}
+        self.model: str = content.get("model", model)
+        self.environments: list[dict[str, Any]] = content.get("environments", [])
+        self.records: list[dict[str, Any]] = content.get("results", [])
+        self._done = {self._key_of(record) for record in self.records}
+
+    def has(self, **fields: Any) -> bool:
+        """Whether there is a record with these key fields."""
+        return self._key_of(fields) in self._done
+
+    def add(self, record: dict[str, Any], environment: dict[str, Any]) -> None:
+        """Keep a record, on disk at once: an interrupted run loses nothing that it has finished."""
+        if environment not in self.environments:
+            self.environments.append(environment)
+        self.records.append(record | {"environment": self.environments.index(environment)})
+        self._done.add(self._key_of(record))
+        content = {"model": self.model, "environments": self.environments, "results": self.records}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(unfinished, self.path)
+
+    def _key_of(self, record: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(record[name] for name in self.key)
+
+
+def _commit() -> str | None:
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # no git on this machine
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,122 @@
+"""What every suite needs: the model, where results go, and how to tell how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from transformers.utils import logging
+
+from kvarn_hf.evaluation.caches import CacheSpec
+from kvarn_hf.evaluation.results import ResultFile, environment
+from kvarn_hf.models import DEFAULT_MODEL, load_model
+
+
+@dataclass
+class Run:
+    """One model's evaluation.
+
+    Parameters
+    ----------
+    model : str, optional
+        A folder, a hub name or a ``.gguf`` file; None: SmolLM2-135M-Instruct.
+    dtype, device : str, optional
+        See :func:`kvarn_hf.models.load_model`.
+    out : Path
+        Folder of the results.
+    seed : int
+        Of everything random in a suite.
+    console : rich.console.Console
+    """
+
+    model: str | None = None
+    dtype: str = "float32"
+    device: str | None = None
+    out: Path = Path("eval/results")
+    seed: int = 0
+    console: Console = field(default_factory=Console)
+
+    @property
+    def name(self) -> str:
+        """The model's name in results."""
+        return DEFAULT_MODEL if self.model is None else Path(self.model).name.removesuffix(".gguf")
+
+    @cached_property
+    def loaded(self) -> tuple[Any, Any]:
+        """Model and tokenizer, loaded when something is left to measure."""
+        logging.disable_progress_bar()
+        return load_model(self.model, self.dtype, self.device)
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """See :func:`kvarn_hf.evaluation.results.environment`."""
+        return environment(self.loaded[0].device, self.seed)
+
+    def results(self, suite: str, key: Sequence[str]) -> ResultFile:
+        """The results of a suite so far."""
+        return ResultFile(self.out / f"{suite}_{self.name}.json", self.name, key)
+
+    @contextmanager
+    def progress(self, total: int) -> Iterator[Steps]:
+        """A progress bar of ``total`` steps."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self.console) as bar:
+            yield Steps(bar, bar.add_task(self.name, total=total))
+
+    @contextmanager
+    def tolerating(self, spec: CacheSpec) -> Iterator[None]:
+        """Another package's cache that fails is said and passed over; a later run tries it again."""
+        try:
+            yield
+        except Exception as error:
+            if spec.kvarn is not None:
+                raise
+            reason = str(error).strip().splitlines()
+            self.console.print(
+                f"{spec.name} failed: {type(error).__name__}: {reason[0][:200] if reason else ''}",
+                style="yellow",
+                markup=False,
+                highlight=False,
+            )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A progress bar that also prints what has been found."""
+
+    bar: Progress
+    task: TaskID
+
+    def begin(self, what: str) -> None:
+        """Say what is being measured."""
+        self.bar.update(self.task, description=what)
+
+    def end(self, line: str | None = None) -> None:
+        """One step further."""
+        if line:
+            self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.bar.advance(self.task)
+
+
+def first_tokens(tokenizer: Any, texts: Sequence[Path], count: int) -> torch.Tensor:
+    """The first ``count`` tokens of each text, ``[texts, count]``, as the tokenizer begins a text by itself.
+
+    Raises
+    ------
+    ValueError
+        If a text has fewer.
+    """
+    rows = []
+    for text in texts:
+        ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :count]
+        if ids.shape[1] < count:
+            raise ValueError(f"tokens must be at most {ids.shape[1]} for the text {text.name}, got {count}")
+        rows.append(ids)
+    return torch.cat(rows)

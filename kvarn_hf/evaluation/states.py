@@ -1,0 +1,69 @@
+"""Keys and values as they pass between a model and its cache."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache
+
+# What each layer gave the cache in one forward pass: keys and values, [rows, heads, tokens, head_dim].
+States: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class RecordingCache(DynamicCache):
+    """The dense cache, which also keeps what it is given, forward pass by forward pass, in ``states``."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.states: list[States] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in the base class."""
+        if not self.states or layer_idx in self.states[-1]:
+            self.states.append({})
+        self.states[-1][layer_idx] = key_states, value_states
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def store_instead(cache: Any, states: list[States]) -> None:
+    """Let ``cache`` store recorded states, pass by pass, instead of those that the model gives it.
+
+    Attention still sees the model's own newest keys and values, behind what the cache makes of the recorded ones.
+    """
+    update = cache.update
+    passes: dict[int, int] = {}
+
+    def replay(key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        recorded = states[passes.get(layer_idx, 0)][layer_idx]
+        passes[layer_idx] = passes.get(layer_idx, 0) + 1
+        read = update(*recorded, layer_idx, *args, **kwargs)
+        new = key_states.shape[2]
+        return tuple(
+            torch.cat([old[:, :, :-new], own], 2) for old, own in zip(read, (key_states, value_states), strict=True)
+        )
+
+    cache.update = replay
+
+
+def watch(cache: Any) -> States:
+    """What attention last read from each layer of ``cache``; the dictionary changes as the cache is used."""
+    update, read = cache.update, {}
+
+    def remember(
+        key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        read[layer_idx] = update(key_states, value_states, layer_idx, *args, **kwargs)
+        return read[layer_idx]
+
+    cache.update = remember
+    return read
+
+
+def joined(states: list[States], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all passes, ``[rows, heads, tokens, head_dim]``."""
+    keys, values = zip(*(one[layer] for one in states), strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)
