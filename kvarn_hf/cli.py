@@ -56,6 +56,49 @@ def demo(
 
 
 @app.command()
+def inspect(
+    text: Annotated[Path, typer.Option(help="A UTF-8 text file like those the model will read.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder, a Hugging Face hub name or a .gguf file; SmolLM2-135M-Instruct if not given."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many of the text's first tokens to use.")] = 1024,
+    preset: Annotated[str, typer.Option(help="The setting to judge layers by.")] = "kvarn_k4v2_g128",
+    method: Annotated[str, typer.Option(help="kvarn, published, hadamard or rtn.")] = "kvarn",
+    max_kl: Annotated[float, typer.Option(help="What the suggestion may cost: mean KL divergence, in nats.")] = 0.01,
+    context: Annotated[int, typer.Option(min=1, help="Tokens to give the suggestion's bytes for.")] = 32768,
+    plots: Annotated[Path | None, typer.Option(help="A folder to write PNG figures to; needs matplotlib.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+) -> None:
+    """Which layers, heads, channels and tokens of a model quantize worst, and which setting to use."""
+    from transformers.utils import logging
+
+    from kvarn_hf import KVarNConfig
+    from kvarn_hf.config import PRESETS
+    from kvarn_hf.inspect_model import inspect_model
+    from kvarn_hf.inspect_report import save_figures, show
+    from kvarn_hf.models import load_model
+
+    console = Console()
+    logging.disable_progress_bar()
+    try:
+        config = KVarNConfig.from_preset(preset, method=method)
+        presets = [KVarNConfig.from_preset(name, method=method) for name in PRESETS]
+        presets = [other for other in presets if other.tile_size == config.tile_size]
+        content = text.read_text(encoding="utf-8")
+        loaded, tokenizer = load_model(model, dtype, device)
+        ids = tokenizer(content, return_tensors="pt", truncation=True, max_length=tokens).input_ids
+        with _Bars(console) as bars:
+            found = inspect_model(loaded, ids, config, presets, max_kl, bars.update)
+        show(found, lambda position: tokenizer.decode(ids[0, position]), context, console)
+        for path in save_figures(found, plots) if plots is not None else ():
+            console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+    except (ValueError, OSError, ImportError) as error:
+        _fail(error)
+
+
+@app.command()
 def estimate(
     model: Annotated[Path, typer.Option(help="A config.json, or the folder it is in; nothing is downloaded.")],
     gpu_memory: Annotated[float, typer.Option(help="The GPU's memory, in GiB.")],

@@ -1,0 +1,185 @@
+"""``kvarn inspect``: which layers, heads, channels and tokens of a model quantize worst, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvarn_hf.cache import KVarNCache
+from kvarn_hf.config import KVarNConfig
+from kvarn_hf.inspect_layers import LayerInspection, Progress, first_quantized_read, inspect_layers
+from kvarn_hf.pseudo_decode import dense_reference
+
+# How many of the worst layers are left dense, in turn: first to show what it brings, then only where it is needed.
+_SHOWN_SKIPS = (1, 2, 4)
+_MORE_SKIPS = (3, 6, 8)
+_DENSE_BYTES = 2  # of an element, as models are served
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting that was measured.
+
+    Parameters
+    ----------
+    config : KVarNConfig
+    skip_layers : tuple of int
+        Layers left dense.
+    kl : float
+        Mean KL(dense || quantized) of the next-token distributions over the text, in nats.
+    top1 : float
+        Share of positions with the same most likely token.
+    bytes_per_token : float
+        Of all full-attention layers in the long run, dense layers at 16 bits per element.
+    """
+
+    config: KVarNConfig
+    skip_layers: tuple[int, ...]
+    kl: float
+    top1: float
+    bytes_per_token: float
+
+    @property
+    def name(self) -> str:
+        """The preset, and what is skipped."""
+        if not self.skip_layers:
+            return self.config.name
+        return f"{self.config.name}, skipping {', '.join(map(str, self.skip_layers))}"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect_model` found.
+
+    Parameters
+    ----------
+    config : KVarNConfig
+        The setting that layers are judged by.
+    tokens : int
+        Length of the text.
+    layers : list of LayerInspection
+        Every full-attention layer.
+    widths : list of Trial
+        Every preset, with no layer skipped, the smallest first.
+    skips : list of Trial
+        The worst layers left dense.
+    max_kl : float
+        What the suggestion had to meet, in nats.
+    suggestion : Trial
+        The smallest preset that meets ``max_kl``; if none does, as few of the worst layers left dense as it takes; if
+        that does not help either, the trial with the lowest KL.
+    dense_bytes_per_token : float
+        Of the dense cache, at 16 bits per element.
+    """
+
+    config: KVarNConfig
+    tokens: int
+    layers: list[LayerInspection]
+    widths: list[Trial]
+    skips: list[Trial]
+    max_kl: float
+    suggestion: Trial
+    dense_bytes_per_token: float
+
+    @property
+    def outlier_layers(self) -> list[LayerInspection]:
+        """Layers with outlier channels in their keys."""
+        return [layer for layer in self.layers if any(c.side == "keys" for c in layer.outlier_channels)]
+
+    @property
+    def worst_layers(self) -> list[LayerInspection]:
+        """All layers, those whose attention output moves most first."""
+        return worst_first(self.layers, self.config.name)
+
+
+def inspect_model(
+    model: Any,
+    input_ids: torch.Tensor,
+    config: KVarNConfig,
+    presets: Sequence[KVarNConfig],
+    max_kl: float = 0.01,
+    progress: Progress = lambda stage, done, total: None,
+) -> Inspection:
+    """Run a text through a model and see what quantizing its cache does.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model.
+    input_ids : torch.Tensor
+        ``[1, tokens]``, int64. Distributions are compared from the first position on that reads a packed tile.
+    config : KVarNConfig
+        The setting to judge layers by, and to leave layers dense with.
+    presets : sequence of KVarNConfig
+        The widths to compare; ``config`` is added if it is not among them.
+    max_kl : float
+        The mean KL divergence, in nats, that a suggestion may cost.
+    progress : callable
+        Told of every step.
+
+    Returns
+    -------
+    Inspection
+
+    Raises
+    ------
+    ValueError
+        If the text is too short, ``max_kl`` is not positive, or the model's attention cannot be watched.
+    """
+    if not max_kl > 0:
+        raise ValueError(f"max_kl must be above 0, got {max_kl}")
+    presets = list(presets) if config in presets else [config, *presets]
+    layers = inspect_layers(model, input_ids, presets, progress)
+    counts = [n for n in (*_SHOWN_SKIPS, *_MORE_SKIPS) if n < len(layers)]
+    shown = [n for n in counts if n in _SHOWN_SKIPS]
+    stage, total = "logits of each setting", 1 + len(presets) + len(shown)
+    progress(stage, 0, total)
+    reference = dense_reference(model, input_ids, skip=max(map(first_quantized_read, presets)))
+    done = 1
+
+    def measure(setting: KVarNConfig, skipped: tuple[int, ...] = ()) -> Trial:
+        nonlocal done
+        progress(stage, done, max(total, done + 1))
+        result = reference.compare(model, KVarNCache(model.config, setting, skip_layers=skipped))
+        done += 1
+        progress(stage, done, max(total, done))
+        return Trial(setting, skipped, result.mean, result.top1, bytes_per_token(layers, setting, skipped))
+
+    ranked = [layer.layer for layer in worst_first(layers, config.name)]
+
+    def skip(count: int) -> Trial:
+        return measure(config, tuple(sorted(ranked[:count])))
+
+    widths = [measure(preset) for preset in presets]
+    widths.sort(key=lambda trial: trial.bytes_per_token)
+    skips = [skip(n) for n in shown]
+    enough = [trial for trial in widths if trial.kl <= max_kl]
+    if not enough:
+        for n in counts:
+            if n not in _SHOWN_SKIPS and not any(trial.kl <= max_kl for trial in skips):
+                skips.append(skip(n))
+        enough = [trial for trial in skips if trial.kl <= max_kl]
+    smallest = min(enough, key=lambda trial: trial.bytes_per_token, default=None)
+    suggestion = smallest or min((*widths, *skips), key=lambda trial: trial.kl)
+    dense = bytes_per_token(layers, config, [layer.layer for layer in layers])
+    return Inspection(config, input_ids.shape[1], layers, widths, skips, max_kl, suggestion, dense)
+
+
+def worst_first(layers: Sequence[LayerInspection], preset: str) -> list[LayerInspection]:
+    """Layers in the order in which their attention output moves, over all heads, the most first."""
+    return sorted(layers, key=lambda layer: -layer.errors[preset].output.square().mean().item())
+
+
+def bytes_per_token(layers: Sequence[LayerInspection], config: KVarNConfig, skipped: Sequence[int]) -> float:
+    """What one more token adds to these layers in the long run, those skipped at 16 bits per element."""
+    total = 0.0
+    for layer in layers:
+        if layer.layer in skipped:
+            total += layer.heads * (layer.key_dim + layer.value_dim) * _DENSE_BYTES
+        else:
+            tile = config.key_tile_bytes(layer.key_dim) + config.value_tile_bytes(layer.value_dim)
+            total += layer.heads * tile / config.tile_size
+    return total

@@ -1,0 +1,213 @@
+"""How ``kvarn inspect`` shows what it found: tables, figures and a suggestion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvarn_hf.inspect_layers import LARGE_CHANNEL, VARYING_CHANNEL, LayerInspection
+from kvarn_hf.inspect_model import Inspection, Trial
+
+_OUTPUT_ERROR = "error of the attention output / %"
+_LISTED_TOKENS = 5
+
+
+def show(found: Inspection, token_text: Callable[[int], str], context: int, console: Console) -> None:
+    """Print tables and the suggestion.
+
+    Parameters
+    ----------
+    found : Inspection
+    token_text : callable
+        Takes a position in the text, returns its token as text.
+    context : int
+        Tokens to give the cost for.
+    console : rich.console.Console
+    """
+    console.print(_layers(found))
+    console.print(
+        f"Attention KL: of the weights, in nats, mean over heads. Error: |o - ô| / |o| of the attention's output with "
+        f"both sides quantized, and with one. Outlier channels: head:channel, and how many times the head's median "
+        f"channel ({LARGE_CHANNEL:g} and more), ± how its deviation compares ({VARYING_CHANNEL:g} and more).",
+        style="dim",
+        highlight=False,
+    )
+    console.print(_tokens(found, token_text))
+    console.print(_trials(found))
+    for line in _conclusions(found, context):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def save_figures(found: Inspection, folder: Path) -> list[Path]:
+    """Write the figures as PNG files and return their paths.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    """
+    from kvarn_hf.plotting import layers as figures
+
+    preset, indices = found.config.name, [layer.layer for layer in found.layers]
+    errors = {
+        trial.config.name: [100 * _total(layer.errors[trial.config.name].output) for layer in found.layers]
+        for trial in found.widths
+    }
+    # Layers may differ in their number of heads.
+    most = max(layer.heads for layer in found.layers)
+    by_head = torch.zeros(len(indices), most)
+    for row, layer in enumerate(found.layers):
+        by_head[row, : layer.heads] = 100 * layer.errors[preset].output
+    sides = ("keys", "values")
+    made = {
+        "heads": figures.heads(by_head, indices, f"{preset}: {_OUTPUT_ERROR}"),
+        "channels": figures.channels(
+            {side: [layer.channel_size[side] for layer in found.layers] for side in sides},
+            {side: [layer.channel_spread[side] for layer in found.layers] for side in sides},
+            indices,
+            (LARGE_CHANNEL, VARYING_CHANNEL),
+        ),
+        "widths": figures.widths(errors, indices, _OUTPUT_ERROR),
+        "trade_off": figures.trade_off(
+            [
+                figures.Point(_label(t), t.bytes_per_token, t.kl, bool(t.skip_layers))
+                for t in found.widths + found.skips
+            ],
+            found.max_kl,
+            _label(found.suggestion),
+            preset,
+        ),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in made.items():
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1])
+    return paths
+
+
+def _layers(found: Inspection) -> Table:
+    preset = found.config.name
+    worst = {layer.layer for layer in found.worst_layers[:3]}
+    table = Table(title=f"Layers of the model with {preset} (* the three whose output moves most)")
+    for column in ("layer", "attention KL", "error", "keys only", "values only", "worst KV head"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("outlier channels of keys")
+    table.add_column("of values")
+    for layer in found.layers:
+        error = layer.errors[preset]
+        head = int(error.output.argmax())
+        table.add_row(
+            f"{'*' if layer.layer in worst else ''}{layer.layer}",
+            f"{error.kl.mean().item():.4f}",
+            *(_percent(_total(part)) for part in (error.output, error.keys_only, error.values_only)),
+            f"{head} ({_percent(error.output[head].item())})",
+            _channels(layer, "keys"),
+            _channels(layer, "values"),
+            style="bold" if layer.layer in worst else "",
+        )
+    return table
+
+
+def _channels(layer: LayerInspection, side: str) -> str:
+    outliers = [outlier for outlier in layer.outlier_channels if outlier.side == side]
+    listed = ", ".join(f"{o.head}:{o.channel} ({o.size:.0f} ± {o.spread:.0f})" for o in outliers[:2])
+    return f"{listed}, {len(outliers) - 2} more" if len(outliers) > 2 else listed
+
+
+def _tokens(found: Inspection, token_text: Callable[[int], str]) -> Table:
+    table = Table(title="Longest vectors among the quantized tokens")
+    for column in ("", "layer", "KV head", "position", "times the head's median"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table.add_column("token")
+    for side in ("keys", "values"):
+        tokens = [(layer.layer, layer.worst_token(side)) for layer in found.layers]
+        for index, token in sorted(tokens, key=lambda pair: -pair[1].size)[:_LISTED_TOKENS]:
+            text = escape(repr(token_text(token.position)))
+            table.add_row(side, str(index), str(token.head), str(token.position), f"{token.size:.1f}", text)
+        table.add_section()
+    return table
+
+
+def _trials(found: Inspection) -> Table:
+    table = Table(title=f"Next-token distributions over {found.tokens:,} tokens, errors accumulating")
+    table.add_column("setting")
+    for column in ("KL / nats", "same top token", "bytes per token", "times smaller"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for group in (found.widths, found.skips):
+        for trial in group:
+            table.add_row(
+                trial.name,
+                f"{trial.kl:.4f}",
+                f"{trial.top1:.1%}",
+                f"{trial.bytes_per_token:,.0f}",
+                f"{found.dense_bytes_per_token / trial.bytes_per_token:.2f}",
+                style="bold" if trial == found.suggestion else "",
+            )
+        table.add_section()
+    return table
+
+
+def _conclusions(found: Inspection, context: int) -> list[str]:
+    lines = []
+    if found.outlier_layers:
+        varying = [
+            layer.layer
+            for layer in found.outlier_layers
+            if any(c.side == "keys" and c.spread >= VARYING_CHANNEL for c in layer.outlier_channels)
+        ]
+        layers = _list(layer.layer for layer in found.outlier_layers)
+        text = f"Layers with outlier key channels, as a key bias makes them: {layers}."
+        if varying:
+            text += f" They vary from token to token in {_list(varying)}; elsewhere a zero point takes them in."
+            if found.config.method == "kvarn":
+                text += " The pre-scale damps them before the rotation."
+        lines.append(text)
+    else:
+        lines.append("No layer has outlier key channels.")
+    best = found.suggestion
+    needs = f"layers to skip: {_list(best.skip_layers)}" if best.skip_layers else "no layer needs to be skipped"
+    size, dense = best.bytes_per_token, found.dense_bytes_per_token
+    lines.append(
+        f"[bold]Suggestion: {best.config.name}, {needs}[/bold] (KL {best.kl:.4f} nats, "
+        f"{'within' if best.kl <= found.max_kl else 'no setting is within'} {found.max_kl:g})."
+    )
+    lines.append(
+        f"Cost: {size:,.0f} bytes per token of the full-attention layers instead of {dense:,.0f} at 16 bits; "
+        f"{size * context / 2**20:,.1f} MiB instead of {dense * context / 2**20:,.1f} for {context:,} tokens."
+    )
+    lines.append(f"    {_code(best)}")
+    return lines
+
+
+def _code(trial: Trial) -> str:
+    config = trial.config
+    preset = config.replace(method="kvarn").name
+    settings = f'"{preset}"'
+    if config.method != "kvarn":
+        settings = f'KVarNConfig.from_preset({settings}, method="{config.method}")'
+    skips = f", skip_layers={list(trial.skip_layers)}" if trial.skip_layers else ""
+    return escape(f"KVarNCache(model.config, {settings}{skips})")
+
+
+def _label(trial: Trial) -> str:
+    return f"skip {_list(trial.skip_layers)}" if trial.skip_layers else trial.config.name.split("_", 1)[1]
+
+
+def _list(items: Any) -> str:
+    return ", ".join(map(str, items))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _total(by_head: torch.Tensor) -> float:
+    """Root mean square over heads."""
+    return by_head.square().mean().sqrt().item()
