@@ -20,6 +20,7 @@ from kvarn_hf.config import KVarNConfig
 from kvarn_hf.reference import quantize as reference
 from kvarn_hf.reference.attention import attention as reference_attention
 from kvarn_hf.reference.quantize import Packed
+from kvarn_hf.reference.rounding import centre
 from kvarn_hf.tiles import PackedTiles
 
 # More than three times the L2 cache of the largest GPUs of today.
@@ -80,7 +81,7 @@ class Inputs:
             uniform(packed.token_scale, 0.5, 1.5)
             grid_scale = packed.channel_scale if packed is tiles.keys else packed.token_scale
             grid_scale.mul_(step)
-            uniform(packed.zero_point, -1.8, -1.2)
+            uniform(packed.zero_point, centre(bits) * step - 1.8, centre(bits) * step - 1.2)
         length = context - count * config.tile_size
         shape_of_dense = (batch, heads, length, dim)
 

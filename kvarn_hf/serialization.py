@@ -23,7 +23,9 @@ from kvarn_hf.tiles import PackedTiles
 if TYPE_CHECKING:
     from kvarn_hf.cache import KVarNCache
 
-_FORMAT = "kvarn_hf cache 1"
+_FORMAT = "kvarn_hf cache 2"
+# Their 8-bit codes count from the row's minimum.
+_OLDER_FORMATS = ("kvarn_hf cache 1",)
 
 
 def save(cache: KVarNCache, path: str | Path) -> None:
@@ -49,6 +51,11 @@ def load(cls: type[KVarNCache], path: str | Path, device: torch.device | str) ->
     """See :meth:`KVarNCache.load`."""
     with safe_open(path, framework="pt", device=str(device)) as file:
         metadata = file.metadata() or {}
+        if metadata.get("format") in _OLDER_FORMATS:
+            raise ValueError(
+                f"path must be a file in the format {_FORMAT!r}, got {str(path)!r} in the older "
+                f"{metadata['format']!r}, whose codes mean other numbers: fill a new cache and save that"
+            )
         if metadata.get("format") != _FORMAT:
             raise ValueError(f"path must be a file written by KVarNCache.save, got {str(path)!r}")
         header = json.loads(metadata["cache"])

@@ -446,6 +446,11 @@ class TestCopies:
         ):
             KVarNCache.load(tmp_path / "other.safetensors")
 
+    def test_loading_an_older_file(self, tmp_path):
+        save_file({"x": torch.zeros(1)}, tmp_path / "old.safetensors", metadata={"format": "kvarn_hf cache 1"})
+        with pytest.raises(ValueError, match=r"got '.*old.safetensors' in the older 'kvarn_hf cache 1'"):
+            KVarNCache.load(tmp_path / "old.safetensors")
+
     def test_a_linear_layer_cannot_be_saved(self, tmp_path):
         model = tiny.model("qwen3_next")
         cache = KVarNCache(model.config, SMALL)

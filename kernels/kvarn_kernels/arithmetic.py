@@ -13,6 +13,12 @@ SMALLEST_SCALE = tl.constexpr(2.0**-24)  # the smallest positive float16
 LARGEST = tl.constexpr(65504.0)
 
 
+@triton.constexpr_function
+def centre(bits):
+    """By how much a stored code exceeds the code of the grid: see ``kvarn_hf/reference/rounding.py``."""
+    return 128 if bits == 8 else 0
+
+
 @triton.jit
 def round_half_even(x):
     """Nearest integer, ties to even, of float32 values below 2**22."""
@@ -20,10 +26,10 @@ def round_half_even(x):
 
 
 @triton.jit
-def small_integers(x):
-    """Integers 0 to 255 kept as float32, as int32: from the bits of their sum with 1.5 * 2**23, since conversions are
-    slow."""
-    return (x + _ROUNDER).to(tl.int32, bitcast=True) & 255
+def small_integers(x, OFFSET: tl.constexpr):
+    """Integers ``x + OFFSET`` from 0 to 255, of ``x`` in float32, as int32: from the bits of their sum with
+    1.5 * 2**23, since conversions are slow."""
+    return (x + (_ROUNDER + OFFSET)).to(tl.int32, bitcast=True) & 255
 
 
 @triton.jit

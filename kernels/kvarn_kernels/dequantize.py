@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvarn_kernels.arithmetic import exponent_of, power_of_two, reciprocal
+from kvarn_kernels.arithmetic import centre, exponent_of, power_of_two, reciprocal
 from kvarn_kernels.launch import on_device_of, padded, rotation_block
 
 # By the number of 32-channel blocks to a program: the most that occupancy gains from and nothing is spilled for.
@@ -44,9 +44,9 @@ def _by_channel(ptr, start, other, OUTER: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _field(byte, SHIFT: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The number in bits SHIFT to ``SHIFT + WIDTH - 1`` of every byte: float16, or float32 where interpreted."""
+    """The code of WIDTH bits from SHIFT on in every byte: float16, or float32 where interpreted."""
     if INTERPRETED:
-        return ((byte >> SHIFT) & (2**WIDTH - 1)).to(tl.float32)
+        return ((byte >> SHIFT) & (2**WIDTH - 1)).to(tl.float32) - centre(WIDTH)
     else:
         # 0x6400 + n is 1024 + n in float16, so that four bytes take five instructions.
         return tl.inline_asm_elementwise(
@@ -63,7 +63,7 @@ def _field(byte, SHIFT: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.const
                 byte,
                 tl.full([], (2**WIDTH - 1) << SHIFT, tl.uint8),
                 tl.full([], 2.0**-SHIFT, tl.float16),
-                tl.full([], -1024 * 2.0**-SHIFT, tl.float16),
+                tl.full([], -1024 * 2.0**-SHIFT - centre(WIDTH), tl.float16),
             ],
             dtype=tl.float16,
             is_pure=True,
@@ -316,6 +316,7 @@ def _dequantize_keys(
     # The channels that these mix with: their own block of the rotation.
     CHUNKS: tl.constexpr = BLOCK // CHANNELS if ROTATED and BLOCK > CHANNELS else 1
     DTYPE: tl.constexpr = tl.float16 if ROTATED and not INTERPRETED else tl.float32
+    LARGEST_CODE: tl.constexpr = centre(BITS) if centre(BITS) > 0 else 2**BITS - 1
     first = start // (CHUNKS * CHANNELS) * (CHUNKS * CHANNELS)
     row = piece * (STEPS * 8)
     if CHUNKS == 1:
@@ -325,7 +326,7 @@ def _dequantize_keys(
     signs = 0
     if ROTATED:
         mixed = first + tl.arange(0, CHUNKS * CHANNELS)
-        span = tl.load(channel_scale_ptr + mixed, mask=mixed < DIM, other=0.0).to(tl.float32) * (2**BITS - 1)
+        span = tl.load(channel_scale_ptr + mixed, mask=mixed < DIM, other=0.0).to(tl.float32) * LARGEST_CODE
         span += tl.abs(tl.load(zero_point_ptr + mixed, mask=mixed < DIM, other=0.0).to(tl.float32))
         exponent = exponent_of(tl.max(span, 0)) + 1
         unit, factor = power_of_two(-exponent), power_of_two(exponent) * BLOCK**-0.5
@@ -413,6 +414,7 @@ def _dequantize_values(
     """
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
     PER_BYTE: tl.constexpr = 8 // WIDTH
+    # Codes count from the middle of their range here, whatever the zero point counts from.
     CENTRE: tl.constexpr = 2 ** (BITS - 1)
     CHANNELS: tl.constexpr = OUTER * 32
     CHUNKS: tl.constexpr = BLOCK // CHANNELS if ROTATED and BLOCK > CHANNELS else 1
@@ -456,7 +458,7 @@ def _dequantize_values(
         for i in tl.static_range(4):
             t = begin + tl.arange(0, 8) * 4 + i
             token_scale = tl.load(token_scale_ptr + t).to(tl.float32)
-            zero = tl.load(zero_point_ptr + t).to(tl.float32) + CENTRE * token_scale
+            zero = tl.load(zero_point_ptr + t).to(tl.float32) + (CENTRE - centre(BITS)) * token_scale
             if ROTATED:
                 x = tl.zeros([OUTER * 16, 16], tl.float32)
                 for chunk in tl.static_range(CHUNKS):

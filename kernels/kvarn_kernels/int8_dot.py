@@ -129,7 +129,7 @@ def _unpack_4bit(word, ASM: tl.constexpr):
 
 @triton.jit
 def _unpack_8bit(word, ASM: tl.constexpr):
-    """The code of every byte, as c - 128."""
+    """The code of every byte, which is the byte less 128."""
     if ASM:
         return tl.inline_asm_elementwise(
             "xor.b32 $0, $1, 0x80808080;", "=r,r", [word], dtype=tl.int8, is_pure=True, pack=4
@@ -213,7 +213,7 @@ def codes_dot(
     j * codes per byte + i.
     """
     if BITS == 8:
-        return _digit_dot(_unpack_8bit(word, ASM), digits, unit, zero + 128 * total, ROWS, COLS)
+        return _digit_dot(_unpack_8bit(word, ASM), digits, unit, zero, ROWS, COLS)
     elif BITS == 4:
         c0, c1 = _unpack_4bit(word, ASM)
         s = tl.join(

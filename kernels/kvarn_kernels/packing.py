@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvarn_kernels.arithmetic import small_integers
+from kvarn_kernels.arithmetic import centre, small_integers
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _store_key_plane(codes_ptr, plane, WIDTH: tl.constexpr, DIM: tl.constexpr):
 @triton.jit
 def store_key_codes(codes_ptr, codes, BITS: tl.constexpr, DIM: tl.constexpr):
     """Pack and store the codes of a key tile, ``[channel, token]`` as floats."""
-    codes = small_integers(codes)
+    codes = small_integers(codes, centre(BITS))
     if BITS == 3:
         _store_key_plane(codes_ptr, codes & 3, 2, DIM)
         _store_key_plane(codes_ptr + codes.shape[1] // 4 * DIM, codes >> 2, 1, DIM)
@@ -53,7 +53,7 @@ def _store_value_plane(codes_ptr, plane, WIDTH: tl.constexpr, DIM: tl.constexpr)
 @triton.jit
 def store_value_codes(codes_ptr, codes, BITS: tl.constexpr, DIM: tl.constexpr):
     """Pack and store the codes of a value tile, ``[token, channel]`` as floats."""
-    codes = small_integers(codes)
+    codes = small_integers(codes, centre(BITS))
     if BITS == 3:
         _store_value_plane(codes_ptr, codes & 3, 2, DIM)
         _store_value_plane(codes_ptr + DIM // 4 * codes.shape[0], codes >> 2, 1, DIM)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvarn_kernels.arithmetic import (
+    centre,
     clamp,
     inside,
     inverse_root,
@@ -22,18 +23,22 @@ from kvarn_kernels.arithmetic import (
 
 @triton.jit
 def encode(x, scale, zero_point, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Codes as floats: ``clamp(round((x - zero_point) / scale), 0, 2**BITS - 1)``, ties to even, exactly."""
+    """Codes as floats: ``clamp(round((x - zero_point) / scale), -C, 2**BITS - 1 - C)``, C = ``centre(BITS)``, ties to
+    even, exactly."""
+    LOWEST: tl.constexpr = 0.0 - centre(BITS)
     position = quotient(x - zero_point[:, None], scale[:, None], (1.0 / scale)[:, None], INTERPRETED)
-    return round_half_even(clamp(position, 0.0, 2.0**BITS - 1))
+    return round_half_even(clamp(position, LOWEST, LOWEST + 2.0**BITS - 1))
 
 
 @triton.jit
 def encode_scaled(x, column_factor, scale, zero_point, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
     """Codes of ``x * column_factor``, as :func:`encode` but for the last bit of the quotient."""
     LEVELS: tl.constexpr = 2.0**BITS - 1
+    CENTRE: tl.constexpr = centre(BITS)
     offset = x * column_factor[None, :] - zero_point[:, None]
     factor = tl.broadcast_to((1.0 / (scale * LEVELS))[:, None], x.shape)
-    return round_half_even(saturated(offset, factor, tl.zeros(x.shape, tl.float32), INTERPRETED) * LEVELS)
+    start = tl.full(x.shape, CENTRE / LEVELS, tl.float32)
+    return round_half_even(saturated(offset, factor, start, INTERPRETED) * LEVELS) - CENTRE
 
 
 @triton.jit
@@ -46,8 +51,10 @@ def row_range(x, COLUMNS: tl.constexpr):
 @triton.jit
 def full_range_grid(x, BITS: tl.constexpr, COLUMNS: tl.constexpr):
     """Scale and zero point of the grid that spans each row's [min, max]."""
+    LEVELS: tl.constexpr = 2.0**BITS - 1
     low, span = row_range(x, COLUMNS)
-    return positive(tl.div_rn(span, tl.full(span.shape, 2.0**BITS - 1, tl.float32))), low
+    scale = positive(tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)))
+    return scale, low + span * (centre(BITS) / LEVELS)
 
 
 @triton.jit
@@ -91,7 +98,7 @@ def search_grid(
             best_error = tl.where(better, error, best_error)
             best_share = tl.where(better, share, best_share)
     scale = positive(tl.div_rn(span * best_share, tl.full(span.shape, LEVELS, tl.float32)))
-    return scale, low + span * ((1.0 - best_share) * 0.5)
+    return scale, low + span * ((1.0 - best_share) * 0.5 + best_share * (centre(BITS) / LEVELS))
 
 
 @triton.jit

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvarn_hf.reference import packing
-from kvarn_hf.reference.quantize import Packed
+from kvarn_hf.reference.quantize import Packed, key_codes, value_codes
 from kvarn_hf.reference.rotation import rotate
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def _tile_scores(rows: torch.Tensor, keys: Packed, state: LayerState) -> torch.T
     out = rows.new_empty(*rows.shape[:3], state.count, state.config.tile_size)
     for part in _chunks(state.count, keys.codes, state.config.key_bits):
         # [batch, heads, tile, token, channel]
-        codes = packing.unpack_keys(keys.codes[:, :, part], state.config.key_bits).float()
+        codes = key_codes(keys.codes[:, :, part], state.config.key_bits)
         scaled = rows.unsqueeze(2) * keys.channel_scale[:, :, part].float().unsqueeze(3)
         zero = (keys.zero_point[:, :, part].float() @ rows.mT).mT.unsqueeze(4)  # [batch, heads, row, tile, 1]
         products = (scaled @ codes.mT).transpose(2, 3)
@@ -86,7 +85,7 @@ def _tile_output(weights: torch.Tensor, values: Packed, state: LayerState) -> to
     weights = weights.unflatten(3, (state.count, -1)).transpose(2, 3)  # [batch, heads, tile, row, token]
     total = weights.new_zeros(*weights.shape[:2], weights.shape[3], values.channel_scale.shape[3])
     for part in _chunks(state.count, values.codes, state.config.value_bits):
-        codes = packing.unpack_values(values.codes[:, :, part], state.config.value_bits).float()
+        codes = value_codes(values.codes[:, :, part], state.config.value_bits)
         weight = weights[:, :, part]
         scaled = weight * values.token_scale[:, :, part].float().unsqueeze(3)
         zero = weight @ values.zero_point[:, :, part].float().unsqueeze(4)

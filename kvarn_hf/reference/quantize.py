@@ -1,6 +1,6 @@
 """Quantizing and dequantizing whole tiles in plain torch: what the kernels must reproduce.
 
-Per tile of ``tile_size`` tokens of one KV head, with q the codes::
+Per tile of ``tile_size`` tokens of one KV head, with q the codes (the stored numbers, less 128 at 8 bits)::
 
     keys     k[t, d] = unrotate((q * channel_scale[d] + zero_point[d]) * token_scale[t]) / prescale[d]
     values   v[t, d] = unrotate((q * token_scale[t] + zero_point[t]) * channel_scale[d])
@@ -19,6 +19,7 @@ from kvarn_hf.reference import packing
 from kvarn_hf.reference.normalize import variance_normalize, variance_normalize_published
 from kvarn_hf.reference.rotation import rotate
 from kvarn_hf.reference.rounding import (
+    centre,
     encode,
     full_range_grid,
     norm_ratio,
@@ -108,7 +109,7 @@ def quantize_keys(keys: torch.Tensor, prescale: torch.Tensor | None, config: KVa
         token_scale = token_scale * norm_ratio(tile, (codes * scale + zero_point) * token_scale, dim=-2)
     scale, zero_point, token_scale = _fold_exponent(scale, zero_point, token_scale, exponent)
     token_scale = token_scale.squeeze(-2).masked_fill(broken, torch.nan)
-    packed = packing.pack_keys(codes.mT.to(torch.uint8), bits)
+    packed = packing.pack_keys((codes.mT + centre(bits)).to(torch.uint8), bits)
     return Packed(packed, scale.squeeze(-1).half(), token_scale.half(), zero_point.squeeze(-1).half())
 
 
@@ -152,13 +153,27 @@ def quantize_values(values: torch.Tensor, config: KVarNConfig) -> Packed:
         codes = encode(tile / channel_scale, scale, zero_point, bits)
     scale, zero_point, channel_scale = _fold_exponent(scale, zero_point, channel_scale, exponent)
     token_scale = scale.squeeze(-1).masked_fill(broken, torch.nan)
-    packed = packing.pack_values(codes.to(torch.uint8), bits)
+    packed = packing.pack_values((codes + centre(bits)).to(torch.uint8), bits)
     return Packed(packed, channel_scale.squeeze(-2).half(), token_scale.half(), zero_point.squeeze(-1).half())
+
+
+def key_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of the grid from packed key codes: ``[..., tile_size, head_dim]``, float32."""
+    return _centred(packing.unpack_keys(packed, bits), bits)
+
+
+def value_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of the grid from packed value codes: ``[..., tile_size, head_dim]``, float32."""
+    return _centred(packing.unpack_values(packed, bits), bits)
+
+
+def _centred(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    return codes.float().sub_(centre(bits)) if centre(bits) else codes.float()
 
 
 def dequantize_keys(packed: Packed, prescale: torch.Tensor | None, config: KVarNConfig) -> torch.Tensor:
     """Keys of packed tiles, ``[..., tile_size, head_dim]``, float32, in the model's own frame."""
-    codes = packing.unpack_keys(packed.codes, config.key_bits).float()
+    codes = key_codes(packed.codes, config.key_bits)
     tile = codes.mul_(packed.channel_scale.float().unsqueeze(-2)).add_(packed.zero_point.float().unsqueeze(-2))
     tile = tile.mul_(packed.token_scale.float().unsqueeze(-1))
     tile = tile if config.method == "rtn" else rotate(tile)
@@ -167,7 +182,7 @@ def dequantize_keys(packed: Packed, prescale: torch.Tensor | None, config: KVarN
 
 def dequantize_values(packed: Packed, config: KVarNConfig) -> torch.Tensor:
     """Values of packed tiles, ``[..., tile_size, head_dim]``, float32, in the model's own frame."""
-    codes = packing.unpack_values(packed.codes, config.value_bits).float()
+    codes = value_codes(packed.codes, config.value_bits)
     tile = codes.mul_(packed.token_scale.float().unsqueeze(-1)).add_(packed.zero_point.float().unsqueeze(-1))
     tile = tile.mul_(packed.channel_scale.float().unsqueeze(-2))
     return tile if config.method == "rtn" else rotate(tile)

@@ -1,7 +1,8 @@
 """Asymmetric round-to-nearest on a grid per row, in plain torch.
 
-``code = clamp(round((x - zero_point) / scale), 0, 2**bits - 1)`` and back ``x_hat = code * scale + zero_point``.
-Matrices are ``[..., rows, columns]``; scales and zero points ``[..., rows, 1]``; column scales ``[..., 1, columns]``.
+``code = clamp(round((x - zero_point) / scale), -C, 2**bits - 1 - C)`` and back ``x_hat = code * scale + zero_point``,
+with C = ``centre(bits)``. Matrices are ``[..., rows, columns]``; scales and zero points ``[..., rows, 1]``; column
+scales ``[..., 1, columns]``.
 """
 
 from __future__ import annotations
@@ -12,25 +13,36 @@ import torch
 CLIP_SEARCH = {2: (0.45, 12), 3: (0.6, 9), 4: (0.76, 7), 8: (1.0, 1)}
 
 
-def encode(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of ``x`` as floats: ``clamp(round_half_even((x - zero_point) / scale), 0, 2**bits - 1)``.
+def centre(bits: int) -> int:
+    """By how much a stored code exceeds the code of the grid: 128 at 8 bits, else 0.
 
-    Clamped first, so that a value far outside the grid cannot leave the range in which rounding is exact.
+    Seen from a row's minimum its far end is 255 steps away, and a rounded float16 scale and zero point would shift it
+    by up to 1/8 of a step; from the middle, where the zero point is small, by half as much at most.
     """
-    return ((x - zero_point) / scale).clamp_(0, 2**bits - 1).round_()
+    return 128 if bits == 8 else 0
+
+
+def encode(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of ``x`` as floats: ``clamp(round_half_even((x - zero_point) / scale), -C, 2**bits - 1 - C)``.
+
+    C is ``centre(bits)``. Clamped first, so that a value far outside the grid cannot leave the range in which rounding
+    is exact.
+    """
+    return ((x - zero_point) / scale).clamp_(-centre(bits), 2**bits - 1 - centre(bits)).round_()
 
 
 def full_range_grid(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero point of the grid that spans each row's [min, max]."""
     low, high = x.aminmax(dim=-1, keepdim=True)
-    return _positive((high - low) / (2**bits - 1)), low
+    span, levels = high - low, 2**bits - 1
+    return _positive(span / levels), low + span * (centre(bits) / levels)
 
 
 def search_grid(x: torch.Tensor, bits: int, power: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero point of the clipped grid with the smallest ``sum(|x - x_hat| ** power)`` per row.
 
-    Tries ``scale = a (max - min) / (2**bits - 1)``, ``zero_point = min + (1 - a)/2 (max - min)`` for evenly spaced
-    ``a`` from 1 down to a bound that depends on ``bits``; the first of equals wins.
+    Tries ``scale = a (max - min) / (2**bits - 1)``, ``zero_point = min + (1 - a)/2 (max - min) + centre(bits) scale``
+    for evenly spaced ``a`` from 1 down to a bound that depends on ``bits``; the first of equals wins.
 
     Parameters
     ----------
@@ -47,14 +59,14 @@ def search_grid(x: torch.Tensor, bits: int, power: int) -> tuple[torch.Tensor, t
         ``[..., rows, 1]``.
     """
     low, high = x.aminmax(dim=-1, keepdim=True)
-    span = high - low
+    span, levels = high - low, 2**bits - 1
     narrowest, candidates = CLIP_SEARCH[bits]
     best_error = torch.full_like(low, torch.inf)
-    best_scale, best_zero = _positive(span / (2**bits - 1)), low
+    best_scale, best_zero = full_range_grid(x, bits)
     for i in range(candidates if candidates > 1 else 0):
         share = 1.0 - (1.0 - narrowest) * i / (candidates - 1)
-        scale = _positive(span * (share / (2**bits - 1)))
-        zero = low + span * ((1.0 - share) / 2)
+        scale = _positive(span * (share / levels))
+        zero = low + span * ((1.0 - share) / 2 + centre(bits) * share / levels)
         error = encode(x, scale, zero, bits).mul_(scale).add_(zero).sub_(x).square_()
         error = (error if power == 2 else error.square_()).sum(-1, keepdim=True)
         better = error < best_error
