@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvarn_hf.plotting import errors, memory, tiles
-from kvarn_hf.plotting.style import figure, series_style
+from kvarn_hf.plotting.style import figure, series_style, series_styles
 from kvarn_hf.token_errors import token_errors
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +37,11 @@ def test_style_tells_series_apart_without_colour():
     # Those used most: grey levels that print apart.
     for one, other in itertools.pairwise(lightness(style.color) for style in styles[:4]):
         assert abs(one - other) > 30
+
+
+def test_methods_look_the_same_in_every_figure():
+    rtn, kvarn = series_styles(["rtn", "kvarn"])
+    assert series_styles(["kvarn", "something", "rtn", "other"]) == [kvarn, series_style(1), rtn, series_style(3)]
 
 
 def test_matplotlib_is_imported_when_a_figure_is_made():
@@ -223,3 +228,12 @@ class TestTokenErrors:
             token_errors(torch.zeros(2, 4), torch.zeros(2, 3))
         with pytest.raises(ValueError, match=r"largest must be above 0 and at most 1, got 1\.5"):
             token_errors(torch.ones(2, 4), torch.ones(2, 4)).magnitude_share(1.5)
+
+
+def test_rows_of_committed_results(tmp_path):
+    assert memory.read_rows(tmp_path, "generate") == []
+    (tmp_path / "bench_generate_a.json").write_text('[{"step_ms": 1}]')
+    (tmp_path / "bench_generate_b.json").write_text('{"environments": [], "results": [{"step_ms": 2}]}')
+    (tmp_path / "bench_attention.json").write_text('[{"packed": 3}]')
+    assert memory.read_rows(tmp_path, "generate") == [{"step_ms": 1}, {"step_ms": 2}]
+    assert memory.read_rows(tmp_path, "attention") == [{"packed": 3}]

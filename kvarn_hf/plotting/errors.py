@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, plain_log, series_style
+from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, plain_log, series_styles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,8 +34,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], y: str, *, log: bool = False
     names = list(next(iter(groups.values())))
     made, ((ax,),) = figure(1, 1, (max(6.0, 0.62 * len(names) * len(groups) + 1.0), 3.3))
     width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        style = series_style(index)
+    for index, (name, style) in enumerate(zip(names, series_styles(names), strict=True)):
         x = [group + (index - (len(names) - 1) / 2) * width for group in range(len(groups))]
         heights = [values[name] for values in groups.values()]
         drawn = ax.bar(
@@ -73,8 +72,7 @@ def by_token(series: Mapping[str, torch.Tensor], y: str = "error / length of the
     matplotlib.figure.Figure
     """
     made, ((ax,),) = figure(1, 1, (7.0, 3.0))
-    for index, (name, values) in enumerate(series.items()):
-        style = series_style(index)
+    for (name, values), style in zip(series.items(), series_styles(series), strict=True):
         ax.plot(
             values.detach().float().cpu().numpy(),
             color=style.color,
@@ -113,8 +111,7 @@ def accumulation(
         accumulated error.
     """
     made, ((ax,),) = figure(1, 1, (7.0, 3.6))
-    for index, (name, pair) in enumerate(curves.items()):
-        style = series_style(index)
+    for (name, pair), style in zip(curves.items(), series_styles(curves), strict=True):
         for kind, values in zip(("static", "accumulated"), pair, strict=True):
             parts = values.detach().float().cpu().split(bin_size)
             edges = [start + bin_size * i for i in range(len(parts))]
@@ -151,8 +148,7 @@ def magnitude_shares(largest: Sequence[float], curves: Mapping[str, Sequence[flo
     matplotlib.figure.Figure
     """
     made, ((ax,),) = figure(1, 1, (6.4, 3.3))
-    for index, (name, shares) in enumerate(curves.items()):
-        style = series_style(index)
+    for (name, shares), style in zip(curves.items(), series_styles(curves), strict=True):
         ax.plot(
             [100 * share for share in largest],
             [100 * share for share in shares],
@@ -193,8 +189,7 @@ def token_norms(norms: torch.Tensor, restored: Mapping[str, torch.Tensor], most_
     norms = norms.detach().float().cpu().flatten()
     top = 1.05 * max(norms.max().item(), *(n.max().item() for n in restored.values()))
     step = max(1, norms.numel() // most_points)
-    for index, (name, norms_hat) in enumerate(restored.items()):
-        style = series_style(index)
+    for index, ((name, norms_hat), style) in enumerate(zip(restored.items(), series_styles(restored), strict=True)):
         norms_hat = norms_hat.detach().float().cpu().flatten()
         above, corner = axes[0][2 * index : 2 * index + 2]
         joint, right = axes[1][2 * index : 2 * index + 2]

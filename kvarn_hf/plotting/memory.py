@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, series_style
+from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, series_styles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,8 +31,7 @@ def cache_bytes(caches: Mapping[str, Mapping[str, int]]) -> Figure:
     names = list(caches)
     parts = list(dict.fromkeys(part for held in caches.values() for part in held))
     left = dict.fromkeys(caches, 0.0)
-    for index, part in enumerate(parts):
-        style = series_style(index)
+    for part, style in zip(parts, series_styles(parts), strict=True):
         present = [cache for cache, held in caches.items() if held.get(part)]
         widths = [caches[cache][part] / 2**20 for cache in present]
         ax.barh(
@@ -75,19 +76,15 @@ def bytes_by_context(
     matplotlib.figure.Figure
     """
     made, ((ax,),) = figure(1, 1, (7.0, 3.6))
-    for index, (name, sizes) in enumerate(caches.items()):
-        style = series_style(index)
+    for (name, sizes), style in zip(caches.items(), series_styles(caches), strict=True):
         gib = [size / GIB for size in sizes]
         ax.plot(
             contexts, gib, color=style.color, linestyle=style.linestyle, marker=style.marker, markersize=4, label=name
         )
-        ax.annotate(
-            f" {gib[-1]:.1f} GiB", (contexts[-1], gib[-1]), fontsize=8, va="center", annotation_clip=False,
-            color=style.color,
-        )  # fmt: skip
+        ax.annotate(f"  {gib[-1]:.1f} GiB", (contexts[-1], gib[-1]), fontsize=8, va="center", annotation_clip=False)
     for name, size in (limits or {}).items():
         ax.axhline(size / GIB, color=GREY, linestyle=(0, (6, 4)), linewidth=1)
-        ax.text(contexts[0], size / GIB, f"{name}", fontsize=8, color=GREY, va="bottom")
+        ax.text(0.99 * contexts[-1], size / GIB, name, fontsize=8, color=GREY, ha="right", va="bottom")
     ax.set_xlim(0, contexts[-1])
     ax.set_ylim(bottom=0)
     ax.set_xticks([contexts[-1] * i // 8 for i in range(9)])
@@ -111,8 +108,7 @@ def tokens_that_fit(gpus: Mapping[str, Mapping[str, int]]) -> Figure:
     names = list(next(iter(gpus.values())))
     made, ((ax,),) = figure(1, 1, (7.0, 3.4))
     width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        style = series_style(index)
+    for index, (name, style) in enumerate(zip(names, series_styles(names), strict=True)):
         x = [group + (index - (len(names) - 1) / 2) * width for group in range(len(gpus))]
         tokens = [held[name] for held in gpus.values()]
         drawn = ax.bar(
@@ -130,6 +126,29 @@ def tokens_that_fit(gpus: Mapping[str, Mapping[str, int]]) -> Figure:
     dress(ax, "", "", "tokens that fit (1k = 1,000)", legend=True)
     ax.grid(False, axis="x")
     return made
+
+
+def read_rows(folder: str | Path, benchmark: str) -> list[dict[str, Any]]:
+    """Rows of a benchmark's committed results, for the figures below.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Where the files ``bench_<benchmark>*.json`` are; each holds a list of rows, or an object with them as its
+        ``"results"``.
+    benchmark : str
+        ``"generate"`` or ``"attention"``.
+
+    Returns
+    -------
+    list of dict
+        Of all the files, in the order of their names; empty if there is none.
+    """
+    rows: list[dict[str, Any]] = []
+    for file in sorted(Path(folder).glob(f"bench_{benchmark}*.json")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        rows += content if isinstance(content, list) else content["results"]
+    return rows
 
 
 def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -150,8 +169,7 @@ def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
     caches = list(dict.fromkeys(row["cache"] for row in timed))
     made, axes = figure(1, len(batches), (1.5 + 3.6 * len(batches), 3.4))
     for ax, batch in zip(axes[0], batches, strict=True):
-        for index, cache in enumerate(caches):
-            style = series_style(index)
+        for cache, style in zip(caches, series_styles(caches), strict=True):
             points = sorted((r["context"], r["step_ms"]) for r in timed if (r["cache"], r["batch"]) == (cache, batch))
             if points:
                 ax.plot(
@@ -196,8 +214,7 @@ def attention_times(rows: Sequence[Mapping[str, Any]]) -> Figure:
     names = list(dict.fromkeys(name for times in shapes.values() for name in times))
     made, ((ax,),) = figure(1, 1, (7.5, 0.55 * len(shapes) + 1.0))
     height = 0.8 / len(names)
-    for index, name in enumerate(names):
-        style = series_style(index)
+    for index, (name, style) in enumerate(zip(names, series_styles(names), strict=True)):
         present = [(i, times[name]) for i, times in enumerate(shapes.values()) if name in times]
         y = [i + (index - (len(names) - 1) / 2) * height for i, _ in present]
         drawn = ax.barh(

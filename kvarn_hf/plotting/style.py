@@ -6,6 +6,8 @@ without pyplot: nothing global changes, and nothing stays open.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,16 @@ _SERIES = (
     SeriesStyle("#56B4E9", (0, (8, 3)), "X", "++++"),
 )
 
+_PLACES = {
+    "dense": 0,
+    "rtn": 0,
+    "published": 1,
+    "kvarn": 2,
+    "rotation alone": 3,
+    "hadamard": 3,
+    "kvarn, no pre-scale": 4,
+}
+
 # Handles wide enough to show a whole period of the line styles.
 _LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "handlelength": 3.2}
 
@@ -47,6 +59,14 @@ _LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "handlelength": 3.2}
 def series_style(index: int) -> SeriesStyle:
     """Style of the ``index``-th series; they repeat after seven."""
     return _SERIES[index % len(_SERIES)]
+
+
+def series_styles(names: Iterable[str]) -> list[SeriesStyle]:
+    """Styles of some series: the dense cache and each method have their own in every figure, others take what is left."""
+    names = list(names)
+    taken = {_PLACES[name] for name in names if name in _PLACES}
+    free = (index for index in itertools.count() if index not in taken)
+    return [series_style(_PLACES[name] if name in _PLACES else next(free)) for name in names]
 
 
 def figure(

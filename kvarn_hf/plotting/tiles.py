@@ -32,13 +32,16 @@ def stages(panels: Sequence[tuple[str, torch.Tensor]]) -> Figure:
         second, counts on a logarithmic axis.
     """
     made, axes = figure(2, len(panels), (2.6 * len(panels), 4.6), height_ratios=(1.5, 1))
+    from matplotlib.ticker import MaxNLocator
+
     for column, (title, tile) in enumerate(panels):
         heat, histogram = axes[0][column], axes[1][column]
-        bar = made.colorbar(_heat_map(heat, tile), ax=heat, location="top", shrink=0.9, aspect=30)
+        codes = not tile.is_floating_point()
+        ticks = MaxNLocator(4, integer=codes)
+        bar = made.colorbar(_heat_map(heat, tile), ax=heat, location="top", shrink=0.9, aspect=30, ticks=ticks)
         bar.ax.tick_params(labelsize=7)
         bar.ax.set_title(title, fontsize=10)
         dress(heat, "", "token of the tile", "channel" if column == 0 else "", grid=False)
-        codes = not tile.is_floating_point()
         bins = torch.arange(int(tile.max()) + 2).sub(0.5).tolist() if codes else _BINS
         histogram.hist(
             tile.flatten().cpu().numpy(), bins=bins, color=series_style(1).color, log=True, rwidth=0.8 if codes else 1
