@@ -62,7 +62,7 @@ def series_style(index: int) -> SeriesStyle:
 
 
 def series_styles(names: Iterable[str]) -> list[SeriesStyle]:
-    """Styles of some series: the dense cache and each method have their own in every figure, others take what is left."""
+    """Styles of some series: the dense cache and each method have their own everywhere, others take what is left."""
     names = list(names)
     taken = {_PLACES[name] for name in names if name in _PLACES}
     free = (index for index in itertools.count() if index not in taken)
