@@ -134,6 +134,66 @@ def estimate(
         _fail(error)
 
 
+@app.command("eval")
+def evaluate(
+    suite: Annotated[str, typer.Option(help="pseudo-decode, accumulation, tensor, retrieval or tasks.")],
+    model: Annotated[list[str] | None, typer.Option(help="A folder, a hub name or a .gguf file; repeatable.")] = None,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(help="dense, quanto-int4, <method>_<preset> such as kvarn_k4v2_g128, ...; repeatable."),
+    ] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="A UTF-8 text file; repeatable.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="The first so many of each text; repeatable.")] = None,
+    history: Annotated[list[str] | None, typer.Option(help="accumulated or static; repeatable.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts, prompts or requests in one forward pass.")] = 1,
+    lines: Annotated[list[int] | None, typer.Option(help="retrieval: lines of a record; repeatable.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="retrieval: questions for each size.")] = 50,
+    task: Annotated[list[str] | None, typer.Option(help="tasks: names that lm-eval knows; repeatable.")] = None,
+    limit: Annotated[int | None, typer.Option(help="tasks: the first so many examples.")] = None,
+    chat: Annotated[bool, typer.Option(help="tasks: apply the model's chat template.")] = False,
+    data: Annotated[Path | None, typer.Option(help="tasks: folder of local data, instead of the hub.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU if there is one.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results; what is there is not measured again.")] = Path(
+        "eval/results"
+    ),
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+) -> None:
+    """Measure caches beside one another: JSON, Markdown tables and figures, added to what an earlier run left.
+
+    Without --model, only the tables and figures are written again.
+    """
+    from kvarn_hf.evaluation.caches import DEFAULT_CACHES
+    from kvarn_hf.evaluation.suites import evaluate as run_suite
+
+    console = Console()
+    try:
+        written = run_suite(
+            suite,
+            model or [],
+            caches=cache or DEFAULT_CACHES,
+            texts=text or [],
+            lengths=tokens or [1024],
+            histories=history,
+            batch=batch,
+            lines=(20, 50, 100, 200) if lines is None else lines,
+            samples=samples,
+            task_names=task or [],
+            limit=limit,
+            chat=chat,
+            data=data,
+            dtype=dtype,
+            device=device,
+            out=out,
+            seed=seed,
+            console=console,
+        )
+    except (ValueError, OSError) as error:
+        _fail(error)
+    for path in written:
+        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
 @bench.command("quantize")
 def bench_quantize(
     tokens: Annotated[int, typer.Option(min=128, help="Context length.")] = 32768,

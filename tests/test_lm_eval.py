@@ -129,6 +129,20 @@ def test_padding_in_a_batch_shapes_no_other_row(lm):
     assert together[1][:8] == alone[1][:8]
 
 
+def test_generation_ends_at_a_stop_string(lm, monkeypatch):
+    adapter = lm("dense", batch_size=3)
+    whole = generated(adapter, [(prompt, {"until": [], "max_gen_toks": 64}) for prompt, _ in PROMPTS])
+    stops = [text[20:23] for text in whole[:2]]
+    lengths, model = [], adapter.model
+    monkeypatch.setattr(
+        model, "generate", lambda generate=model.generate, **kwargs: lengths.append(generate(**kwargs)) or lengths[-1]
+    )
+    found = generated(adapter, [(prompt, {"until": stops, "max_gen_toks": 64}) for prompt, _ in PROMPTS[:2]])
+    for text, full in zip(found, whole, strict=False):
+        assert text == full[: min(full.index(stop) for stop in stops if stop in full)]
+    assert lengths[0].shape[1] - len(PROMPTS[0][0]) <= 32  # neither row ran to its 64 tokens
+
+
 def test_it_says_how_many_tiles_were_quantized(lm, caplog):
     caplog.set_level(logging.DEBUG, "lm_eval.kvarn")
     adapter = lm(batch_size=2)

@@ -1,0 +1,219 @@
+"""Results as Markdown tables, for every suite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def write_reports(folder: Path) -> list[Path]:
+    """Set all results in ``folder`` into tables, one Markdown file for each suite, and return the files."""
+    written = []
+    for suite, (title, introduction, sections) in _SUITES.items():
+        files = sorted(folder.glob(f"{suite}_*.json"))
+        if not files:
+            continue
+        lines = [f"# {title}", "", *introduction.strip().splitlines()]
+        for file in files:
+            content = json.loads(file.read_text())
+            for heading, tables in sections(content["results"]):
+                lines += ["", f"## {content['model']}, {heading}", "", *tables]
+            lines += ["", f"Measured with: {'; '.join(map(_describe, content['environments']))}."]
+        path = folder / f"{suite}.md"
+        path.write_text("\n".join(lines) + "\n")
+        written.append(path)
+    return written
+
+
+def over_texts(values: Sequence[float]) -> str:
+    """Mean over texts, with its standard error if there are several."""
+    if len(values) < 2:
+        return _number(values[0])
+    return f"{_number(mean(values))} ± {_number(stdev(values) / len(values) ** 0.5)}"
+
+
+def _describe(environment: Record) -> str:
+    return ", ".join(f"{name} {value}" for name, value in environment.items() if value is not None)
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}g}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _groups(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[Any, ...], list[Record]]:
+    """Records by some of their fields, in the order in which these first come."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        found.setdefault(tuple(record.get(name) for name in names), []).append(record)
+    return found
+
+
+def _by_cache(records: list[Record]) -> list[tuple[str, list[Record]]]:
+    """Records of each cache: those with fewer bits first, and among equals the one with the smallest error."""
+    groups = [(key[0], group) for key, group in _groups(records, ["cache"]).items()]
+    return sorted(groups, key=lambda item: (item[1][0].get("bits") or 99, _error(item[1])))
+
+
+def _error(records: list[Record]) -> float:
+    return mean(r.get("mean", 0.0) for r in records)
+
+
+def _divergence(records: list[Record]) -> list[tuple[str, list[str]]]:
+    sections = []
+    for (tokens, dtype, history), chosen in _groups(records, ["tokens", "dtype", "history"]).items():
+        texts = list(dict.fromkeys(r["text"] for r in chosen))
+        rows, each = [], []
+        for cache, group in _by_cache(chosen):
+            ratio = [r["perplexity_ratio"] for r in group if r.get("perplexity_ratio") is not None]
+            rows.append(
+                [
+                    f"`{cache}`",
+                    _number(group[0].get("bits"), 4),
+                    str(len(group)),
+                    over_texts([r["mean"] for r in group]),
+                    _number(mean(r["median"] for r in group), 2),
+                    _number(mean(r["p999"] for r in group), 2),
+                    _number(max(r["max"] for r in group), 3),
+                    f"{mean(r['top1'] for r in group):.3f}",
+                    f"{mean(ratio):.4f}" if ratio else "",
+                ]
+            )
+            by_text = {r["text"]: r for r in group}
+            cells = [by_text.get(text) for text in texts]
+            each.append(
+                [f"`{cache}`", *(f"{r['mean']:.5f} / {r['p999']:.2f} / {r['top1']:.3f}" if r else "" for r in cells)]
+            )
+        head = ["cache", "bits", "texts", "mean KL", "median", "99.9th", "max", "top-1", "perplexity ratio"]
+        tables = [*_table(head, rows), "", "Mean KL / 99.9th percentile / top-1 agreement on each text:", ""]
+        tables += _table(["cache", *texts], each)
+        if history == "accumulated" or len({r["history"] for r in records}) == 1:
+            tables += _positions(chosen)
+        sections.append((f"{tokens:,} tokens, {dtype}, {history}", tables))
+    return sections
+
+
+def _positions(records: list[Record], columns: int = 8) -> list[str]:
+    """Mean KL over all texts by position, in at most so many columns."""
+    located = [r for r in records if r.get("by_position")]
+    if not located or len(located[0]["by_position"]) < 2:
+        return []
+    step = -(-len(located[0]["by_position"]) // columns)
+    first, width = located[0]["first_position"], located[0]["position_width"] * step
+    head = ["cache", *(f"{first + width * i:,}" for i in range(-(-len(located[0]["by_position"]) // step)))]
+    rows = []
+    for cache, group in _by_cache(located):
+        means = [mean(values) for values in zip(*(r["by_position"] for r in group), strict=True)]
+        rows.append([f"`{cache}`", *(_number(mean(means[i : i + step]), 2) for i in range(0, len(means), step))])
+    return ["", f"Mean KL of the {width:,} positions from:", "", *_table(head, rows)]
+
+
+_TENSOR_COLUMNS = {
+    "key_relative_error": "error of keys",
+    "value_relative_error": "of values",
+    "attention_error": "of attention",
+    "key_norm_error": "norm error of keys",
+    "value_norm_error": "of values",
+    "key_magnitude_share": "magnitude share, keys",
+    "key_worst_magnitude_share": "of the worst 5 %",
+    "value_magnitude_share": "values",
+    "value_worst_magnitude_share": "of the worst 5 %",
+}
+
+
+def _tensor(records: list[Record]) -> list[tuple[str, list[str]]]:
+    sections = []
+    for (tokens, dtype, history), chosen in _groups(records, ["tokens", "dtype", "history"]).items():
+        rows = []
+        for cache, group in _by_cache(chosen):
+            cells = [_number(mean(mean(r[name]) for r in group)) for name in _TENSOR_COLUMNS]
+            rows.append([f"`{cache}`", _number(group[0]["bits"], 4), *cells])
+        sections.append(
+            (f"{tokens:,} tokens, {dtype}, {history}", _table(["cache", "bits", *_TENSOR_COLUMNS.values()], rows))
+        )
+    return sections
+
+
+def _retrieval(records: list[Record]) -> list[tuple[str, list[str]]]:
+    sections = []
+    for (task, dtype, history), chosen in _groups(records, ["task", "dtype", "history"]).items():
+        if {r["cache"] for r in chosen} == {"dense"}:
+            continue
+        # The dense cache has one history alone, and belongs into every table.
+        chosen += [r for r in records if r["cache"] == "dense" and r["task"] == task and r not in chosen]
+        sizes = sorted({r["size"] for r in chosen})
+        rows = []
+        for (cache,), group in _groups(chosen, ["cache"]).items():
+            by_size = {r["size"]: r for r in group}
+            found = [by_size.get(size) for size in sizes]
+            rows.append(
+                [
+                    f"`{cache}`",
+                    *(
+                        f"{r['accuracy']:.3f} ± {r['standard_error']:.3f} ({r['log_likelihood']:.2f})" if r else ""
+                        for r in found
+                    ),
+                ]
+            )
+        unit = "lines" if task == "lines" else "tokens"
+        sections.append(
+            (f"{task}, {dtype}, {history}", _table(["cache", *(f"{size:,} {unit}" for size in sizes)], rows))
+        )
+    return sections
+
+
+def _tasks(records: list[Record]) -> list[tuple[str, list[str]]]:
+    rows = [
+        [
+            r["task"],
+            f"`{r['cache']}`",
+            r["metric"],
+            f"{r['value']:.3f} ± {r['standard_error']:.3f}" if r["standard_error"] is not None else f"{r['value']:.3f}",
+            str(r["samples"]),
+            "" if r["mean_tiles"] is None else f"{r['mean_tiles']:.1f}",
+            r["dtype"],
+        ]
+        for r in sorted(records, key=lambda r: (r["task"], r["metric"]))
+    ]
+    return [("tasks", _table(["task", "cache", "metric", "value", "samples", "tiles a request", "dtype"], rows))]
+
+
+_KL = """
+KL(dense || quantized) of the next-token distributions in nats, over all positions from 384 on, in blocks of 128 tokens.
+How it is measured, and what models and texts are: [README](../README.md). Means over texts, ± the standard error over
+texts; lower is better, and differences under 10 % are ties. `bits`: stored bits per quantized element, scales included.
+Caches named `<method>_<preset>` have the same sinks, tail and tiles.
+"""
+
+_SUITES: dict[str, tuple[str, str, Callable[[list[Record]], list[tuple[str, list[str]]]]]] = {
+    "pseudo_decode": ("Pseudo-decode KL divergence", _KL, _divergence),
+    "accumulation": ("Accumulated and static error by position", _KL, _divergence),
+    "tensor": (
+        "Errors of keys, values and attention outputs",
+        """
+Relative errors (Frobenius norms) of the tokens that every cache has quantized, and of the newest 128 tokens' attention
+outputs; mean of `abs(|k_hat| / |k| - 1)` over tokens; the magnitude part's share of the squared error, of all vectors
+and of the 5 % with the largest error. Means over layers and texts.
+""",
+        _tensor,
+    ),
+    "retrieval": (
+        "Retrieval",
+        """
+Share of numbers found in a long context, ± its standard error, and in brackets the mean log-likelihood of the right
+answer. Static: the prompt is one prefill, and only the answer reads the quantized history. Accumulated: the prompt runs
+in blocks of 128.
+""",
+        _retrieval,
+    ),
+    "tasks": ("Tasks, through lm-eval-harness", "", _tasks),
+}

@@ -1,0 +1,132 @@
+"""The suite ``tasks``: lm-eval-harness, through each cache, with its results kept beside those of the other suites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvarn_hf.evaluation.caches import cache_spec
+from kvarn_hf.evaluation.runner import Run
+
+KEY = ("task", "cache", "metric", "limit", "dtype", "chat", "seed")
+# An offline run's tasks lie beside the results in a checkout of the repository.
+TASK_FOLDER = Path(__file__).parents[2] / "eval" / "tasks"
+
+
+def measure(
+    run: Run,
+    tasks: Sequence[str],
+    caches: Sequence[str],
+    limit: int | None = None,
+    batch: int = 8,
+    chat: bool = False,
+    data: Path | None = None,
+    task_folder: Path | None = None,
+) -> None:
+    """Measure every combination that is not in the results yet.
+
+    Parameters
+    ----------
+    run : Run
+    tasks : sequence of str
+        Names that lm-eval knows, or of a YAML file in ``task_folder``.
+    caches : sequence of str
+        Names, see :mod:`kvarn_hf.evaluation.caches`; the dense cache is always measured too.
+    limit : int, optional
+        The first so many examples of each task.
+    batch : int
+        Requests in one forward pass.
+    chat : bool
+        Whether to apply the model's chat template.
+    data : Path, optional
+        Folder of local data for the tasks of this repository; None: they come from the hub.
+    task_folder : Path, optional
+        Folder of YAML files; None: ``eval/tasks`` of the checkout.
+
+    Raises
+    ------
+    ValueError
+        If lm-eval is not installed.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+
+        from kvarn_hf.lm_eval import KVarNLM
+    except ModuleNotFoundError as error:
+        raise ValueError('the suite tasks needs lm-eval: pip install "kvarn-hf[eval]"') from error
+    results = run.results("tasks", KEY)
+    names = list(dict.fromkeys(("dense", *caches)))
+    manager = None
+    with run.progress(len(tasks) * len(names)) as steps:
+        for task in tasks:
+            for name in names:
+                spec = cache_spec(name)
+                fields = {
+                    "task": task,
+                    "cache": name,
+                    "limit": limit,
+                    "dtype": run.dtype,
+                    "chat": chat,
+                    "seed": run.seed,
+                }
+                if any(all(r.get(k) == v for k, v in fields.items()) for r in results.records):
+                    steps.end()
+                    continue
+                steps.begin(f"{run.name} {task} {name}")
+                model, tokenizer = run.loaded
+                if manager is None:
+                    metadata: dict[str, Any] = {"tokenizer": tokenizer.name_or_path}
+                    if data is not None:
+                        metadata["data"] = str(data)
+                    manager = TaskManager(include_path=str(task_folder or TASK_FOLDER), metadata=metadata)
+                line = None
+                with run.tolerating(spec):
+                    adapter = KVarNLM(model, name, tokenizer=tokenizer, batch_size=batch)
+                    found = simple_evaluate(
+                        adapter,
+                        tasks=[task],
+                        limit=limit,
+                        task_manager=manager,
+                        apply_chat_template=chat,
+                        random_seed=run.seed,
+                        numpy_random_seed=run.seed,
+                        torch_random_seed=run.seed,
+                        fewshot_random_seed=run.seed,
+                        bootstrap_iters=1000,
+                        log_samples=False,
+                        confirm_run_unsafe_code=True,
+                    )
+                    records = _records(found["results"], fields, adapter.tiles)
+                    for record in records:
+                        results.add(record, run.environment)
+                    line = "; ".join(
+                        f"{r['task']} {name} {r['metric']} {r['value']:.4f}"
+                        + (f" ± {r['standard_error']:.4f}" if r["standard_error"] is not None else "")
+                        for r in records
+                    )
+                steps.end(line)
+
+
+def _records(found: dict[str, dict[str, Any]], fields: dict[str, Any], tiles: Any) -> list[dict[str, Any]]:
+    """One record for each metric; -1 is how lm-eval's tasks say that a metric does not apply."""
+    mean_tiles = sum(count * requests for count, requests in tiles.items()) / tiles.total() if tiles else None
+    records = []
+    for subtask, metrics in found.items():
+        for name, value in metrics.items():
+            metric, _, _ = name.partition(",")
+            if "," not in name or metric.endswith("_stderr") or not isinstance(value, (int, float)) or value == -1:
+                continue
+            error = metrics.get(name.replace(metric, f"{metric}_stderr", 1))
+            records.append(
+                fields
+                | {
+                    "metric": f"{subtask} {name}" if subtask != fields["task"] else name,
+                    "value": float(value),
+                    "standard_error": float(error) if isinstance(error, (int, float)) else None,
+                    "samples": metrics.get("sample_len", metrics.get("samples")),
+                    "mean_tiles": mean_tiles,
+                }
+            )
+    return records

@@ -1,0 +1,216 @@
+"""The suite ``tensor``: what quantization does to keys, values and attention outputs, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvarn_hf.attention import kvarn_attention, kvarn_mask
+from kvarn_hf.evaluation.blocks import block_lengths, logits_in_blocks
+from kvarn_hf.evaluation.caches import cache_spec, full_attention_layers
+from kvarn_hf.evaluation.runner import Run, first_tokens
+from kvarn_hf.evaluation.states import RecordingCache, States, joined, watch
+from kvarn_hf.pseudo_decode import BLOCK, HISTORIES
+
+KEY = ("text", "cache", "tokens", "dtype", "history")
+# Tokens that every cache has quantized: behind the sinks, and before the tail and the newest block.
+FIRST, LAST = 128, 256
+WORST = 0.05
+STATISTICS = (
+    "relative_error",
+    "magnitude_share",
+    "worst_magnitude_share",
+    "worst_error_share",
+    "norm_error",
+    "norm_error_p999",
+)
+_RECORDED = "kvarn-recorded"
+
+
+def vector_errors(exact: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
+    """How token vectors differ, in each row.
+
+    The squared error of a vector ``k`` read as ``k_hat`` is its magnitude part ``(|k| - |k_hat|)^2`` plus its direction
+    part ``2 |k| |k_hat| (1 - cos)``.
+
+    Parameters
+    ----------
+    exact, read : torch.Tensor
+        ``[rows, heads, tokens, head_dim]``.
+
+    Returns
+    -------
+    dict
+        Each ``[rows]``, float32: ``relative_error`` (Frobenius norms), ``magnitude_share`` (of the squared error),
+        ``worst_magnitude_share`` (of the 5 % of vectors with the largest error), ``worst_error_share`` (how much of all
+        squared error those 5 % hold), ``norm_error`` and ``norm_error_p999`` (mean and 99.9th percentile of
+        ``abs(|k_hat| / |k| - 1)``).
+
+    Notes
+    -----
+    KVarN, arXiv:2606.03458, equation 3 and figure 1.
+    """
+    exact, read = exact.float(), read.float()
+    error = (read - exact).square().sum(-1).flatten(1)  # [rows, vectors]
+    norm, norm_read = exact.norm(dim=-1).flatten(1), read.norm(dim=-1).flatten(1)
+    magnitude = torch.minimum((norm - norm_read).square(), error)  # rounding may put it above
+    total = error.sum(1)
+    count = max(1, round(WORST * error.shape[1]))
+    worst = error.topk(count, 1)
+    worst_error = worst.values.sum(1)
+    norm_error = torch.where(norm > 0, (norm_read / norm.clamp_min(1e-30) - 1).abs(), 0.0)
+    rank = min(error.shape[1], round(0.999 * error.shape[1]) + 1)
+    return {
+        "relative_error": (total / exact.square().sum((1, 2, 3)).clamp_min(1e-30)).sqrt(),
+        "magnitude_share": magnitude.sum(1) / total.clamp_min(1e-30),
+        "worst_magnitude_share": magnitude.gather(1, worst.indices).sum(1) / worst_error.clamp_min(1e-30),
+        "worst_error_share": worst_error / total.clamp_min(1e-30),
+        "norm_error": norm_error.mean(1),
+        "norm_error_p999": norm_error.kthvalue(rank, 1).values,
+    }
+
+
+def attention_error(
+    query: torch.Tensor, scaling: float | None, exact: tuple[torch.Tensor, ...], read: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Relative error of the newest tokens' attention outputs, ``[rows]``, float32.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        ``[rows, query_heads, new, head_dim]``.
+    scaling : float, optional
+        Of the scores; None for ``head_dim ** -0.5``.
+    exact, read : tuple of torch.Tensor
+        Keys and values, ``[rows, heads, tokens, head_dim]``, the new ones last.
+    """
+    new, tokens = query.shape[2], exact[0].shape[2]
+    mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
+    outputs = [
+        torch.nn.functional.scaled_dot_product_attention(
+            query.float(), keys.float(), values.float(), attn_mask=mask, scale=scaling, enable_gqa=True
+        )
+        for keys, values in (exact, read)
+    ]
+    return (outputs[1] - outputs[0]).flatten(1).norm(dim=1) / outputs[0].flatten(1).norm(dim=1)
+
+
+@contextmanager
+def recorded_queries(model: Any) -> Iterator[dict[int, tuple[torch.Tensor, float | None]]]:
+    """Each layer's newest queries ``[rows, query_heads, new, head_dim]`` and scaling, while the model runs."""
+    queries: dict[int, tuple[torch.Tensor, float | None]] = {}
+
+    def attend(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        queries[module.layer_idx] = query, kwargs.get("scaling")
+        return kvarn_attention(module, query, *args, **kwargs)
+
+    AttentionInterface.register(_RECORDED, attend)
+    AttentionMaskInterface.register(_RECORDED, kvarn_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_RECORDED)
+    try:
+        yield queries
+    finally:
+        model.set_attn_implementation(before)
+
+
+class DenseStates:
+    """The dense run over some texts: what its full-attention layers hold, and the newest block's queries."""
+
+    def __init__(self, model: Any, input_ids: torch.Tensor) -> None:
+        self.input_ids = input_ids.to(model.device)
+        self.lengths = block_lengths(input_ids.shape[1], BLOCK)
+        cache = RecordingCache(model.config)
+        with recorded_queries(model) as queries:
+            self._run(model, cache)
+        self.states, self.queries = cache.states, dict(queries)
+        self.layers = full_attention_layers(model.config)
+
+    def read(self, model: Any, cache: Any, history: str) -> States:
+        """What attention reads of the texts in the last block, through an empty cache."""
+        if history == "accumulated":
+            read = watch(cache)
+            self._run(model, cache)
+            return read
+        read = {}
+        for states in self.states:
+            for layer, (keys, values) in states.items():
+                read[layer] = cache.update(keys, values, layer)
+        return read
+
+    def compare(self, read: States) -> list[dict[str, Any]]:
+        """For each row a dict of lists over the layers."""
+        measured = []
+        for layer in self.layers:
+            exact = joined(self.states, layer)
+            held = slice(FIRST, exact[0].shape[2] - LAST)
+            figures: dict[str, torch.Tensor] = {}
+            for kind, whole, got in zip(("key", "value"), exact, read[layer], strict=True):
+                errors = vector_errors(whole[:, :, held], got[:, :, held])
+                figures |= {f"{kind}_{name}": value for name, value in errors.items()}
+            figures["attention_error"] = attention_error(*self.queries[layer], exact, read[layer])
+            measured.append(figures)
+        names = list(measured[0])
+        table = torch.stack([torch.stack([layer[name] for name in names]) for layer in measured])  # [layer, name, row]
+        host = table.cpu()
+        return [
+            {name: host[:, i, row].tolist() for i, name in enumerate(names)} for row in range(self.input_ids.shape[0])
+        ]
+
+    def _run(self, model: Any, cache: Any) -> None:
+        for _ in logits_in_blocks(model, self.input_ids, cache, self.lengths, skip=self.input_ids.shape[1] - 1):
+            pass
+
+
+def measure(
+    run: Run,
+    texts: Sequence[Path],
+    caches: Sequence[str],
+    lengths: Sequence[int],
+    histories: Sequence[str] = HISTORIES,
+    batch: int = 1,
+) -> None:
+    """Measure every combination that is not in the results yet; see :func:`kvarn_hf.evaluation.divergence.measure`."""
+    short = [count for count in lengths if count <= FIRST + LAST]
+    if short:
+        raise ValueError(f"tokens must be more than {FIRST + LAST} for the suite tensor, got {short[0]}")
+    results = run.results("tensor", KEY)
+    specs = [spec for spec in map(cache_spec, caches) if spec.reads_in_blocks]
+    groups = [(count, list(texts[start : start + batch])) for count in lengths for start in range(0, len(texts), batch)]
+    with run.progress(len(groups) * len(specs) * len(histories)) as steps, torch.inference_mode():
+        for count, group in groups:
+            dense: DenseStates | None = None
+            for spec in specs:
+                for history in histories:
+                    fields = {"cache": spec.name, "tokens": count, "dtype": run.dtype, "history": history}
+                    missing = [i for i, text in enumerate(group) if not results.has(text=text.stem, **fields)]
+                    if not missing:
+                        steps.end()
+                        continue
+                    steps.begin(f"{run.name} {count} {spec.name} {history}")
+                    model, tokenizer = run.loaded
+                    dense = dense or DenseStates(model, first_tokens(tokenizer, group, count))
+                    line = None
+                    with run.tolerating(spec), spec.opened(model) as cache:
+                        rows = dense.compare(dense.read(model, cache, history))
+                        bits = spec.bits_per_element(dense.states[0][dense.layers[0]][0].shape[3])
+                        for i in missing:
+                            record = {"text": group[i].stem, **fields, "bits": bits, "layers": dense.layers}
+                            results.add(record | rows[i], run.environment)
+                        mean = {name: _mean([row[name] for row in rows]) for name in rows[0]}
+                        line = (
+                            f"{run.name} {count:,} {spec.name} {history}: relative error of keys "
+                            f"{mean['key_relative_error']:.3f}, values {mean['value_relative_error']:.3f}, attention "
+                            f"{mean['attention_error']:.4f}, magnitude share of the keys' worst "
+                            f"{mean['key_worst_magnitude_share']:.3f}"
+                        )
+                    steps.end(line)
+
+
+def _mean(rows: list[list[float]]) -> float:
+    return sum(map(sum, rows)) / sum(map(len, rows))
