@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
-from kvarn_hf.lazy import LazyStates, reading_of
+from kvarn_hf.lazy import is_lazy, reading_of
 
 NAME = "kvarn"
 
@@ -65,7 +65,7 @@ def kvarn_attention(
         out = reading.attend(query, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux)
         if out is not None:
             return out, None
-    key, value = (x.dense() if isinstance(x, LazyStates) else x for x in (key, value))
+    key, value = (x.dense() if is_lazy(x) else x for x in (key, value))
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -83,6 +83,7 @@ def kvarn_mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
+    allow_is_causal_skip: bool | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """Mask function of Transformers' ``AttentionMaskInterface``: boolean, ``[batch, 1, new_tokens, length]``, or None.
@@ -91,6 +92,10 @@ def kvarn_mask(
     its values to find that out.
     """
     if q_length == 1 and mask_function is causal_mask_function and local_size is None:
+        # Before a compiled step the host has nothing to do but wait, and a step without a mask is faster.
+        compiled = allow_is_causal_skip is False and not torch.compiler.is_compiling()
+        if compiled and attention_mask is not None and bool(attention_mask.all()):
+            return None
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         return None if padding is None else padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
     return sdpa_mask(
@@ -102,6 +107,7 @@ def kvarn_mask(
         mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
+        **({} if allow_is_causal_skip is None else {"allow_is_causal_skip": allow_is_causal_skip}),
         **kwargs,
     )
 

@@ -94,20 +94,36 @@ CONTESTANTS = {
     "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), attention="kvarn"),
     "kvarn-dequantized": Contestant(lambda model, length: KVarNCache(model.config, fused=False)),
     "kvarn-k2v2": Contestant(lambda model, length: KVarNCache(model.config, "kvarn_k2v2_g128")),
+    "kvarn-compiled": Contestant(lambda model, length: KVarNCache(model.config, max_cache_len=length)),
+    "kvarn-attention-compiled": Contestant(
+        lambda model, length: KVarNCache(model.config, max_cache_len=length), attention="kvarn"
+    ),
 }
 
 
-DEFAULT_CACHES = ("dynamic", "quanto-int4", "hqq-int4", "fused-turboquant-4bit", "kvarn", "kvarn-attention")
+DEFAULT_CACHES = (
+    "dynamic",
+    "static",
+    "quanto-int4",
+    "hqq-int4",
+    "fused-turboquant-4bit",
+    "kvarn",
+    "kvarn-attention",
+    "kvarn-compiled",
+    "kvarn-attention-compiled",
+)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One row: median milliseconds of a decode step, and memory in GiB after filling the cache and at the peak."""
+    """One row: median milliseconds of a decode step, seconds that compiling and capturing took before, and memory in
+    GiB after filling the cache and at the peak."""
 
     cache: str
     batch: int
     context: int
     step_ms: float | None
+    warm_up_s: float | None
     cache_gib: float | None
     peak_gib: float | None
     failure: str | None = None
@@ -185,10 +201,12 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
         held = torch.cuda.memory_allocated() - base
         torch.cuda.reset_peak_memory_stats()
         steps: list[float] = []
+        seconds = []
         for _ in range(2):
             length = int(cache.get_seq_length())
             ids = torch.randint(1, model.config.vocab_size, (batch, length + 1), device=model.device)
             torch.cuda.synchronize()
+            start = time.perf_counter()
             clock = _StepClock()
             model.generate(
                 ids,
@@ -199,12 +217,17 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
                 stopping_criteria=[clock],
             )
             steps = clock.steps()
+            seconds.append(time.perf_counter() - start)
         peak = torch.cuda.max_memory_allocated() - base
-        return Timing(name, batch, context, 1e3 * statistics.median(steps), held / 2**30, peak / 2**30)
+        warm_up = max(0.0, seconds[0] - seconds[1])
+        return Timing(name, batch, context, 1e3 * statistics.median(steps), warm_up, held / 2**30, peak / 2**30)
     except Exception as error:  # a competitor that fails is a row of the table, not the end of the run
-        return Timing(name, batch, context, None, None, None, f"{type(error).__name__}: {error}"[:200])
+        return Timing(name, batch, context, None, None, None, None, f"{type(error).__name__}: {error}"[:200])
     finally:
         contestant.release(model)
+        # Every contestant compiles for itself, and none is left over from the one before.
+        vars(model).pop("_compiled_call", None)
+        torch._dynamo.reset()
 
 
 class _StepClock:
@@ -226,7 +249,7 @@ def _line(row: Timing) -> str:
     if row.failure is not None:
         return f"{row.cache} batch {row.batch} context {row.context}: {row.failure}"
     return (
-        f"{row.cache} batch {row.batch} context {row.context}: {row.step_ms:.2f} ms a step, "
+        f"{row.cache} batch {row.batch} context {row.context}: {row.step_ms:.2f} ms a step, {row.warm_up_s:.1f} s before, "
         f"{row.cache_gib:.2f} GiB held, {row.peak_gib:.2f} GiB peak"
     )
 
@@ -235,12 +258,12 @@ def _table(rows: Sequence[Timing], shape: str) -> Table:
     table = Table(
         title=f"generate(), {shape} shape, bfloat16, {torch.cuda.get_device_name()}, torch {torch.__version__}"
     )
-    for column in ("batch", "context", "cache", "ms a step", "vs dynamic", "GiB held", "GiB peak"):
+    for column in ("batch", "context", "cache", "ms a step", "vs dynamic", "warm-up s", "GiB held", "GiB peak"):
         table.add_column(column, justify="right")
     dense = {(r.batch, r.context): r.step_ms for r in rows if r.cache == "dynamic"}
     for r in rows:
         base = dense.get((r.batch, r.context))
         ratio = f"{base / r.step_ms:.2f}x" if base and r.step_ms else "-"
-        figures = ["-" if x is None else f"{x:.2f}" for x in (r.step_ms, r.cache_gib, r.peak_gib)]
+        figures = ["-" if x is None else f"{x:.2f}" for x in (r.step_ms, r.warm_up_s, r.cache_gib, r.peak_gib)]
         table.add_row(str(r.batch), str(r.context), r.cache, figures[0], ratio, *figures[1:])
     return table

@@ -10,14 +10,21 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+    StaticLayer,
+)
 
-from kvarn_hf import attention, serialization
+from kvarn_hf import serialization
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.lazy import reads_lazily
 from kvarn_hf.monitor import Monitor, Report, warn
-
-_LAZY_ATTENTION = ("sdpa", attention.NAME)
+from kvarn_hf.static_layer import Progress, StaticDenseLayer, StaticKVarNLayer
 
 
 class KVarNCache(DynamicCache):
@@ -41,6 +48,9 @@ class KVarNCache(DynamicCache):
     monitor : bool, int or Monitor
         Note how well tiles are quantized, for :meth:`report`: every tile, every n-th, or as a
         :class:`~kvarn_hf.Monitor` says. What the cache stores stays the same.
+    max_cache_len : int, optional
+        Allocate everything once, for so many tokens, prompt and answer together: ``generate()`` then compiles the
+        decode step, as it does for Transformers' ``StaticCache``. Needs ``config``.
 
     Raises
     ------
@@ -61,6 +71,7 @@ class KVarNCache(DynamicCache):
         skip_layers: Iterable[int] = (),
         fused: bool = True,
         monitor: bool | int | Monitor = False,
+        max_cache_len: int | None = None,
     ) -> None:
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise ValueError(f"config must be a model's config (pass settings as kvarn=...), got {config!r}")
@@ -68,21 +79,35 @@ class KVarNCache(DynamicCache):
         self.fused = fused
         self.monitor = Monitor.of(monitor)
         self._latent_dims: tuple[int, int] | None = None
-        layers = None
+        layers: list[Any] | None = None
+        self.max_cache_len = max_cache_len
+        if max_cache_len is not None:
+            _check_static(max_cache_len, config, self.monitor, fused)
         if config is not None:
             decoder = config.get_text_config(decoder=True)
             rank, rotary = getattr(decoder, "kv_lora_rank", None), getattr(decoder, "qk_rope_head_dim", None)
             self._latent_dims = (rank, rotary) if rank and rotary else None
-            layers = DynamicCache(config=config).layers
+            if max_cache_len is None:
+                layers = DynamicCache(config=config).layers
+            else:
+                layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
         self.skip_layers = _skipped(skip_layers, None if layers is None else len(layers))
         if layers is None:
             Cache.__init__(self, layer_class_to_replicate=KVarNLayer)
         else:
-            replaced = (
-                self._new_layer() if type(layer) is DynamicLayer and i not in self.skip_layers else layer
-                for i, layer in enumerate(layers)
-            )
-            Cache.__init__(self, layers=list(replaced))
+            progress = Progress(len(layers))
+
+            def replacement(index: int, layer: Any) -> Any:
+                skipped = index in self.skip_layers
+                if type(layer) is DynamicLayer:
+                    return layer if skipped else self._new_layer()
+                if type(layer) is not StaticLayer:
+                    return layer
+                if skipped:
+                    return StaticDenseLayer(max_cache_len)
+                return StaticKVarNLayer(self.kvarn, self._latent_dims, max_cache_len, index, progress, decoder)
+
+            Cache.__init__(self, layers=[replacement(i, layer) for i, layer in enumerate(layers)])
         # What the layers updated so far in this forward pass held before it; see update().
         self._before: list[tuple[int, Any]] = []
         self._last_layer = -1
@@ -95,6 +120,8 @@ class KVarNCache(DynamicCache):
         If it fails (out of memory, an interrupt, bad input), the layers already updated in the same forward pass are
         taken back too: the cache holds the tokens it held, in every layer, and can be used.
         """
+        if self.max_cache_len is not None and not self._prefills(layer_idx, key_states.shape[2]):
+            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         while len(self.layers) <= layer_idx:
             new = DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer()
             self.layers.append(new)
@@ -181,7 +208,7 @@ class KVarNCache(DynamicCache):
             bit-exact.
         """
         if tokens_to_remove > 0:
-            length = self.get_seq_length()
+            length = int(self.get_seq_length())
             if tokens_to_remove >= length:
                 return
             tokens_to_remove -= length
@@ -248,6 +275,11 @@ class KVarNCache(DynamicCache):
         self._remember_linear(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
+    def _prefills(self, layer_idx: int, tokens: int) -> bool:
+        """Whether these tokens take a static layer more than a step that could be compiled."""
+        layer = self.layers[layer_idx]
+        return isinstance(layer, StaticKVarNLayer) and not layer.steps(tokens)
+
     def _begin_pass(self, layer_idx: int) -> None:
         # Which layer ends a forward pass is known once the second one begins.
         if self._before and layer_idx <= self._before[-1][0]:
@@ -271,6 +303,17 @@ class KVarNCache(DynamicCache):
             )
 
 
+def _check_static(max_cache_len: int, config: Any, monitor: Any, fused: bool) -> None:
+    if type(max_cache_len) is not int or max_cache_len < 1:
+        raise ValueError(f"max_cache_len must be a positive integer or None, got {max_cache_len!r}")
+    if config is None:
+        raise ValueError("max_cache_len needs the model's config: KVarNCache(model.config, max_cache_len=...)")
+    if monitor is not None:
+        raise ValueError(f"monitor must be False with max_cache_len, whose steps nobody watches, got {monitor!r}")
+    if not fused:
+        raise ValueError("fused must be True with max_cache_len, got False")
+
+
 def _skipped(skip_layers: Iterable[int], count: int | None) -> frozenset[int]:
     indices = list(skip_layers)
     for i in indices:
@@ -288,7 +331,7 @@ def _caller_can_read_lazily(caller: FrameType) -> bool:
     the tensors it gets. The module's own config is the only place that says which one it will call.
     """
     config = getattr(caller.f_locals.get("self"), "config", None)
-    return getattr(config, "_attn_implementation", None) in _LAZY_ATTENTION
+    return getattr(config, "_attn_implementation", None) in reads_lazily
 
 
 def _bytes(layer: Any) -> int:

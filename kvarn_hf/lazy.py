@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_map_only
 from kvarn_hf import ops
 from kvarn_hf.state import LayerState
 
+# Attention implementations of Transformers that read them, or at least touch them as tensors.
+reads_lazily = ("sdpa", "kvarn")
+
 # What can be answered without data.
 _METADATA = {
     torch.Tensor.size,
@@ -47,6 +50,23 @@ class Reading:
         self.state = state
         self.counts = counts
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.state.dense.key_buffer.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.dense.key_buffer.device
+
+    @property
+    def heads(self) -> int:
+        return self.state.dense.key_buffer.shape[1]
+
+    def shape(self, is_value: bool) -> tuple[int, int, int, int]:
+        """Of the dense keys or values."""
+        like = self.state.dense.value_buffer if is_value else self.state.dense.key_buffer
+        return like.shape[0], like.shape[1], self.state.length, like.shape[3]
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, dequantized at the first call."""
@@ -85,12 +105,10 @@ class LazyStates(torch.Tensor):
 
     @staticmethod
     def _make(reading: Reading, is_value: bool, repeats: int = 1, grouped: bool = False) -> LazyStates:
-        dense = reading.state.dense
-        like = dense.value_buffer if is_value else dense.key_buffer
-        batch, heads, _, head_dim = like.shape
+        batch, heads, length, head_dim = reading.shape(is_value)
         groups = (heads, repeats) if grouped else (heads * repeats,)
         lazy = torch.Tensor._make_wrapper_subclass(
-            LazyStates, (batch, *groups, reading.state.length, head_dim), dtype=like.dtype, device=like.device
+            LazyStates, (batch, *groups, length, head_dim), dtype=reading.dtype, device=reading.device
         )
         lazy.reading, lazy.is_value, lazy.repeats, lazy.grouped = reading, is_value, repeats, grouped
         return lazy
@@ -135,7 +153,7 @@ class LazyStates(torch.Tensor):
             if repeated is not None:
                 return repeated
         if func is scaled_dot_product_attention:
-            out = _attend(*args, **kwargs)
+            out = attend_lazily(*args, **kwargs)
             if out is not None:
                 return out
         args, kwargs = tree_map_only(LazyStates, LazyStates.dense, (args, kwargs))
@@ -148,16 +166,21 @@ class LazyStates(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def reading_of(key: torch.Tensor, value: torch.Tensor) -> Reading | None:
-    """The reading that a pair of lazy tensors stands for; None if they are no such pair."""
-    if isinstance(key, LazyStates) and isinstance(value, LazyStates):
+def is_lazy(states: Any) -> bool:
+    """Whether these are keys or values without data: :class:`LazyStates`, or what stands for them in compiled code."""
+    return hasattr(states, "reading")
+
+
+def reading_of(key: Any, value: Any) -> Any:
+    """The reading that lazy keys and values stand for; None if they are no such pair."""
+    if is_lazy(key) and is_lazy(value):
         matching = key.reading is value.reading and key.repeats == value.repeats
         matching = matching and not (key.is_value or key.grouped or value.grouped) and value.is_value
         return key.reading if matching else None
     return None
 
 
-def _attend(
+def attend_lazily(
     query: Any,
     key: Any,
     value: Any,
@@ -169,10 +192,10 @@ def _attend(
 ) -> torch.Tensor | None:
     """``scaled_dot_product_attention`` over packed tiles; None for what only the dense path can do."""
     reading = reading_of(key, value)
-    if reading is None or isinstance(query, LazyStates) or dropout_p or is_causal or query.ndim != 4:
+    if reading is None or is_lazy(query) or dropout_p or is_causal or query.ndim != 4:
         return None
     batch, query_heads, tokens, head_dim = query.shape
-    heads, length = key.reading.state.dense.key_buffer.shape[1], key.shape[2]
+    heads, length = reading.heads, key.shape[2]
     if (batch, head_dim, query.dtype) != (key.shape[0], key.shape[3], key.dtype):
         return None
     if query_heads % heads or (query_heads != heads * key.repeats and not enable_gqa):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -48,6 +49,15 @@ MODES = (
     modes.streaming,
     modes.plain_tensor,
 )
+
+
+def _wide(state):
+    """The same tokens with the dense ones in float32, so that tiles are dequantized to that."""
+    dense, padding = state.dense, state.padding
+    if padding is not None:
+        padding = replace(padding, key=padding.key.float(), value=padding.value.float())
+    wide = replace(dense, key_buffer=dense.key_buffer.float(), value_buffer=dense.value_buffer.float())
+    return replace(state, dense=wide, padding=padding)
 
 
 @pytest.fixture

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvarn_kernels.int8_dot import codes_dot, column_max, exp2, near_first, to_digits
+
+
+@triton.jit
+def _cut(slices, count, dense_length, BLOCK: tl.constexpr, WEIGHT: tl.constexpr):
+    """Of the list of work, blocks of dense tokens first and then tiles, each as long as ``WEIGHT`` blocks: how many
+    blocks there are, how long it is, how many slices, the first ones, have blocks, and how many have no tiles."""
+    blocks = tl.maximum(1, tl.cdiv(dense_length, BLOCK))
+    work = blocks + count * WEIGHT
+    dense_slices = tl.minimum(slices, tl.cdiv(blocks * slices, work))
+    skipped = tl.minimum(slices, tl.cdiv((blocks + 1) * slices, work) - 1)
+    return blocks, work, dense_slices, skipped
+
+
+@triton.jit
+def _lengths(progress_ptr, sink_length, TILE: tl.constexpr):
+    """Tiles and dense tokens, as the device knows them."""
+    count = tl.load(progress_ptr + 1).to(tl.int32)
+    return count, tl.load(progress_ptr).to(tl.int32) - count * TILE
 
 
 @triton.jit
@@ -457,8 +476,6 @@ def _attend_dense(
         "capacity",
         "dense_length",
         "sink_length",
-        "dense_slices",
-        "skipped",
         "scale",
         "window",
         "cap",
@@ -486,6 +503,7 @@ def split_kernel(
     run_k_ptr,
     run_v_ptr,
     mask_ptr,
+    progress_ptr,
     part_ptr,
     stride_q_b,
     stride_q_h,
@@ -504,8 +522,6 @@ def split_kernel(
     capacity,
     dense_length,
     sink_length,
-    dense_slices,
-    skipped,
     scale,
     window,
     cap,
@@ -535,12 +551,14 @@ def split_kernel(
     SPLIT_DTYPE: tl.constexpr,
     STAGES: tl.constexpr,
     DENSE_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One slice of one KV head's tokens, for ``COLS`` of its query heads x query tokens.
 
     The work is a list, blocks of dense tokens first and then tiles, each as long as ``WEIGHT`` blocks. Slices are
-    equally long, so that all programs, which run at once, also end at once.
+    equally long, so that all programs, which run at once, also end at once. ``count`` and ``dense_length`` follow from
+    ``progress`` (int64: tokens, tiles) where that is given.
 
     Grid: (batch * heads * column blocks, slices).
     Reads: the query, and the slice's dense tokens and tiles, once.
@@ -549,8 +567,13 @@ def split_kernel(
     Precision: 16-bit digits, exact integer sums, fp32 softmax; fp16 or bf16 products for dense tokens.
     Reference: kvarn_hf/reference/attention.py
     """
+    if PDL:  # launched while the kernel before it ends, and lets the next one be
+        gdc_wait()
+        gdc_launch_dependents()
     unit, index = tl.program_id(0), tl.program_id(1)
     slices = tl.num_programs(1)
+    if progress_ptr is not None:
+        count, dense_length = _lengths(progress_ptr, sink_length, TILE)
     BLOCKS: tl.constexpr = (COLUMNS + COLS - 1) // COLS
     block, bh = unit % BLOCKS, unit // BLOCKS
     b, h = bh // heads, bh % heads
@@ -560,10 +583,11 @@ def split_kernel(
     pad = 0
     if PADDED:
         pad = tl.load(pad_ptr + b).to(tl.int32)
+        if progress_ptr is not None:  # sinks move behind the padding with the first tile
+            pad = tl.where(count > 0, pad, 0)
     if MASK > 0:
         mask_ptr += b.to(tl.int64) * stride_m_b
-    dense_blocks = tl.maximum(1, tl.cdiv(dense_length, BLOCK))
-    work = dense_blocks + count * WEIGHT
+    dense_blocks, work, dense_slices, skipped = _cut(slices, count, dense_length, BLOCK, WEIGHT)
     start = index * work // slices
     end = (index + 1) * work // slices
     first = tl.cdiv(tl.maximum(start - dense_blocks, 0), WEIGHT)
@@ -684,30 +708,44 @@ def split_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["entries", "lse_start"])
+@triton.jit(do_not_specialize=["entries", "slices", "sink_length", "lse_start"])
 def combine_kernel(
     part_ptr,
     sinks_ptr,
     out_ptr,
+    progress_ptr,
     heads,
     entries,
+    slices,
+    sink_length,
     lse_start,
     QUERIES: tl.constexpr,
     COLUMNS: tl.constexpr,
     COLS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHT: tl.constexpr,
     ENTRIES_PAD: tl.constexpr,
     CHANNELS: tl.constexpr,
     SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``out = (sum_s w_s o_s) / (sum_s w_s + exp(sink))``, with ``w_s = exp(lse_s)``.
 
     Grid: (batch * heads, query heads per KV head * query tokens, blocks of CHANNELS channels).
-    Reads: the workspace of :func:`split_kernel`.
-    Writes: out [batch, QUERIES, query heads, VALUE_DIM].
+    Reads: the workspace of :func:`split_kernel`, and ``progress`` where given: then ``entries`` follows from it.
+    Writes: out [batch, QUERIES, query heads, VALUE_DIM]; NaN if ``progress`` says that a token found no room.
     Reference: kvarn_hf/reference/attention.py
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if progress_ptr is not None:
+        count, dense_length = _lengths(progress_ptr, sink_length, TILE)
+        _, _, dense_slices, skipped = _cut(slices, count, dense_length, BLOCK, WEIGHT)
+        entries = dense_slices + slices - skipped
     bh, column = tl.program_id(0), tl.program_id(1)
     unit = bh * ((COLUMNS + COLS - 1) // COLS) + column // COLS
     part = unit.to(tl.int64) * entries * COLS + column % COLS
@@ -728,6 +766,8 @@ def combine_kernel(
     if SINKS:
         total += tl.exp2(sink - m)
     out = tl.sum(o * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    if progress_ptr is not None:
+        out = tl.where(tl.load(progress_ptr + 3) != 0, float("nan"), out)
     b, query_heads = bh // heads, heads * (COLUMNS // QUERIES)
     at = ((b * QUERIES + column % QUERIES) * query_heads + head).to(tl.int64) * VALUE_DIM
     tl.store(out_ptr + at + channel, out.to(out_ptr.dtype.element_ty), mask=channel < VALUE_DIM)

@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 
 from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
-from kvarn_kernels.launch import on_device_of, padded, power_of_two, rotation_block
+from kvarn_kernels.launch import on_device_of, padded, power_of_two, rotation_block, supports_dependent_launch
 from kvarn_kernels.launch_table import Tuning, plan, programs_at_once, tuning_for
 
 LOG2E = 1.4426950408889634
@@ -66,6 +66,7 @@ def decode_attention(
     dense_values: torch.Tensor,
     padding: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     mask: torch.Tensor | None,
+    progress: torch.Tensor | None = None,
     *,
     count: int,
     sink_length: int,
@@ -103,6 +104,10 @@ def decode_attention(
     mask : torch.Tensor, optional
         ``[batch or 1, 1 or query_heads, query_tokens, tokens or more]``, bool (True attends) or added to the scores.
         Without one, a query token sees everything up to itself if ``causal``, and everything otherwise.
+    progress : torch.Tensor, optional
+        ``[4]``, int64: tokens held, tiles in use, anything, and whether a token found no room, for which the result is
+        NaN. Then the dense tensors are buffers of which the first part is in use, and ``count`` is the most tiles
+        there can be. For CUDA graphs, in which lengths change and launches do not.
     count : int
         Tiles in use.
     sink_length, key_bits, value_bits : int
@@ -146,6 +151,7 @@ def decode_attention(
         *(query, *key_arena, *value_arena, prescale, rows, dense_keys, dense_values),
         *((None, None, None) if padding is None else padding),
         mask,
+        progress,
         sinks,
     )
     addresses = tuple([0 if x is None else x.data_ptr() for x in arrays])
@@ -173,6 +179,7 @@ def decode_attention(
         mask_kind,
         None if mask is None else mask.dtype,
         None if sinks is None else sinks.dtype,
+        progress is not None,
         strides,
         tuple([x & 15 for x in addresses]) if misaligned else None,
         tuning,
@@ -187,16 +194,18 @@ def decode_attention(
                 )
             call = _prepare(kind, arrays)
         cut = plan(call.programs, call.units, count, dense_length, call.tuning.block, call.tuning.weight, slices)
-        entries = cut.dense_slices + cut.slices - cut.skipped
+        entries = cut.slices + 1 if progress is not None else cut.entries
         rows_of_part = call.units * entries * call.cols
         lse_start = rows_of_part * call.value_pad
         part = torch.empty(lse_start + rows_of_part, dtype=torch.float32, device=query.device)
         out = torch.empty(call.out_shape, dtype=query.dtype, device=query.device)
         # Compiled kernels take addresses, the interpreter takes tensors.
         given: tuple[Any, ...] = (*addresses, part.data_ptr(), out.data_ptr()) if _ASSEMBLY else (*arrays, part, out)
+        *of_split, of_progress, of_sinks, of_part, of_out = given
         call.split[(call.units, cut.slices, 1)](
-            *given[:-3],
-            given[-2],
+            *of_split,
+            of_progress,
+            of_part,
             *strides,
             *mask_strides,
             heads,
@@ -204,8 +213,6 @@ def decode_attention(
             capacity,
             dense_length,
             sink_length,
-            cut.dense_slices,
-            cut.skipped,
             scaling * LOG2E,
             sliding_window or 0,
             (softcap or 0.0) * LOG2E,
@@ -215,13 +222,16 @@ def decode_attention(
         padded_entries = power_of_two(entries)
         combine = call.combine.get(padded_entries)
         if combine is None:
-            combine = call.prepare_combine(padded_entries, part, sinks, out)
+            combine = call.prepare_combine(padded_entries, part, sinks, out, progress)
         combine[(call.units // call.blocks, call.columns, call.value_pad // call.combine_channels(padded_entries))](
-            given[-2],
-            given[-3],
-            given[-1],
+            of_part,
+            of_sinks,
+            of_out,
+            of_progress,
             heads,
             entries,
+            cut.slices,
+            sink_length,
             lse_start,
             *call.combine_constants(padded_entries),
         )
@@ -250,6 +260,7 @@ class _Kind(NamedTuple):
     mask: int
     mask_dtype: torch.dtype | None
     sinks_dtype: torch.dtype | None
+    progress: bool
     strides: tuple[int, ...]
     misaligned: tuple[int, ...] | None
     tuning: Tuning | None
@@ -270,6 +281,7 @@ class _Prepared:
         self.units = batch * kind.heads * self.blocks
         self.out_shape = (batch, queries, query_heads, value_dim)
         self.combine: dict[int, Any] = {}
+        dependent_launch = supports_dependent_launch(kind.device)
         self.split_constants = (
             queries,
             columns,
@@ -296,16 +308,18 @@ class _Prepared:
             _SPLIT_DTYPE,
             tuning.stages,
             tuning.dense_stages,
+            dependent_launch,
             _ASSEMBLY,
         )
-        self._combine_constants = (queries, columns, cols, value_dim, value_pad)
+        self._combine_constants = (queries, columns, cols, value_dim, value_pad, kind.tile, tuning.block, tuning.weight)
+        self._dependent_launch = dependent_launch
         self._has_sinks = kind.sinks_dtype is not None
         if not _ASSEMBLY:
             self.split = split_kernel
             self.programs = programs_at_once(None, None)
             return
         part = torch.empty(4, dtype=torch.float32, device=torch.device("cuda", kind.device or 0))
-        numbers = (kind.heads, *(2,) * 6, 1.0, 2, 1.0, 2)
+        numbers = (kind.heads, *(2,) * 4, 1.0, 2, 1.0, 2)
         self.split = split_kernel.warmup(
             *arrays[:-1],
             part,
@@ -315,6 +329,7 @@ class _Prepared:
             *self.split_constants,
             grid=(1,),
             num_warps=tuning.warps,
+            launch_pdl=dependent_launch,
             **({} if tuning.registers is None else {"maxnreg": tuning.registers}),
         )
         self.split._init_handles()
@@ -325,10 +340,16 @@ class _Prepared:
         return min(self.value_pad, max(16, 4096 // padded_entries))
 
     def combine_constants(self, padded_entries: int) -> tuple[int | bool, ...]:
-        return (*self._combine_constants, padded_entries, self.combine_channels(padded_entries), self._has_sinks)
+        channels = self.combine_channels(padded_entries)
+        return (*self._combine_constants, padded_entries, channels, self._has_sinks, self._dependent_launch)
 
     def prepare_combine(
-        self, padded_entries: int, part: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+        self,
+        padded_entries: int,
+        part: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        progress: torch.Tensor | None,
     ) -> Any:
         combine: Any = combine_kernel
         if _ASSEMBLY:
@@ -337,12 +358,13 @@ class _Prepared:
                 part,
                 sinks,
                 out,
+                progress,
                 heads,
-                2,
-                2,
+                *(2,) * 4,
                 *self.combine_constants(padded_entries),
                 grid=(1,),
                 num_warps=1 if padded_entries <= 8 else 4,
+                launch_pdl=self._dependent_launch,
             )
         self.combine[padded_entries] = combine
         return combine

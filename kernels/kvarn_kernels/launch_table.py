@@ -33,13 +33,11 @@ class Cut(NamedTuple):
     """How the work of one unit is cut.
 
     slices : programs per unit
-    dense_slices : how many of them, the first ones, have dense tokens
-    skipped : how many of them, the first ones, have no tiles
+    entries : results of these, to be combined: a slice with dense tokens and tiles has two
     """
 
     slices: int
-    dense_slices: int
-    skipped: int
+    entries: int
 
 
 # (capability, query columns per program, the larger head_dim up to): the first row that fits is taken.
@@ -101,6 +99,7 @@ def plan(programs: int, units: int, count: int, dense_length: int, block: int, w
         # No slice needs more tiles than the longest, so fewer slices may do.
         longest = -(-work // (weight * min(_MOST_SLICES - 2, max(1, programs // units))))
         slices = -(-work // (weight * longest))
+    # As the kernel cuts it.
     dense_slices = min(slices, -(-dense * slices // work))
     skipped = min(slices, -(-(dense + 1) * slices // work) - 1)
-    return Cut(slices, dense_slices, skipped)
+    return Cut(slices, dense_slices + slices - skipped)

@@ -254,7 +254,7 @@ def _fold_exponent(scale, zero_point, column_scale, exponent, COLUMNS: tl.conste
 
 
 @triton.jit
-def _quantize_keys(
+def quantize_key_tile(
     x_ptr,
     token_offset,
     void,
@@ -314,7 +314,7 @@ def _quantize_keys(
 
 
 @triton.jit
-def _quantize_values(
+def quantize_value_tile(
     x_ptr,
     token_offset,
     void,
@@ -376,6 +376,20 @@ def _quantize_values(
     tl.store(channel_scale_ptr + d, channel_scale.to(tl.float16), mask=d < DIM)
     tl.store(zero_point_ptr + t, zero_point.to(tl.float16))
     tl.store(token_scale_ptr + t, tl.where(broken, float("nan"), scale).to(tl.float16))
+
+
+@triton.jit
+def counted_tokens(first, TILE: tl.constexpr):
+    """Where a tile's tokens are read from if those before ``first`` do not count, and whether none counts.
+
+    Tokens that do not count are replaced, over and over, by the tile's later ones; a tile without any is void.
+    """
+    token = tl.arange(0, TILE)
+    skip = tl.minimum(tl.maximum(first, 0), TILE)
+    void = skip == TILE
+    skip = tl.where(void, 0, skip).to(tl.int32)
+    counted = TILE - skip
+    return (skip + (token - skip + counted * TILE) % counted).to(tl.int64), void
 
 
 @triton.jit(do_not_specialize=["tiles", "capacity", "slot", "position"])
@@ -454,16 +468,10 @@ def quantize_kernel(
     if first_ptr is None:
         source = start + token
     else:
-        # Tokens before `first` are replaced, over and over, by the tile's later ones; a tile that is wholly before it
-        # is void.
-        skip = tl.load(first_ptr + batch) - position - start
-        skip = tl.minimum(tl.maximum(skip, 0), TILE)
-        void = skip == TILE
-        skip = tl.where(void, 0, skip).to(tl.int32)
-        counted = TILE - skip
-        source = start + skip + (token - skip + counted * TILE) % counted
+        source, void = counted_tokens(tl.load(first_ptr + batch) - position - start, TILE)
+        source += start
     if is_key:
-        _quantize_keys(
+        quantize_key_tile(
             key_ptr + batch * stride_k_b + head * stride_k_h,
             source * stride_k_t,
             void,
@@ -485,7 +493,7 @@ def quantize_kernel(
             INTERPRETED,
         )
     else:
-        _quantize_values(
+        quantize_value_tile(
             value_ptr + batch * stride_v_b + head * stride_v_h,
             source * stride_v_t,
             void,
@@ -579,18 +587,18 @@ def quantize_tiles(
             slot,
             position,
             size,
-            *_shape_constants(key_dim, key_bits, method),
-            *_shape_constants(value_dim, value_bits, method),
+            *shape_constants(key_dim, key_bits, method),
+            *shape_constants(value_dim, value_bits, method),
             method,
             iterations,
             interpreted,
-            num_warps=_warps(size * padded(max(key_dim, value_dim))),
+            num_warps=warps_for(size * padded(max(key_dim, value_dim))),
             num_stages=1,
         )
 
 
 @cache
-def _shape_constants(dim: int, bits: int, method: str) -> tuple[int, int, int, int, int, float, int]:
+def shape_constants(dim: int, bits: int, method: str) -> tuple[int, int, int, int, int, float, int]:
     """DIM, PADDED, CHUNK, BLOCK, BITS, NARROWEST, CANDIDATES of keys or values."""
     if dim % 8 or not 8 <= dim <= LARGEST_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 8 from 8 to {LARGEST_HEAD_DIM}, got {dim}")
@@ -600,7 +608,7 @@ def _shape_constants(dim: int, bits: int, method: str) -> tuple[int, int, int, i
     return dim, side, chunk, rotation_block(dim), bits, *_CLIP_SEARCH[bits]
 
 
-def _warps(elements: int) -> int:
+def warps_for(elements: int) -> int:
     """64 elements of a tile to a thread, as far as 16 warps go: a tile and its codes fit the registers, and little is
     exchanged."""
     return min(16, max(4, elements // 2048))

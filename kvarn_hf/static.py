@@ -1,0 +1,380 @@
+"""A layer's storage at fixed addresses, and the operators that read and change it without the host knowing lengths.
+
+Everything a layer holds lies in one tensor of bytes, so that a compiled step has one input per layer to check, and the
+lengths of all layers in another, ``progress`` ``[layers, 4]``: tokens held, tiles in use, whether this step packs a
+tile, whether a token found no room. The operators are ``torch.library`` operators, which ``torch.compile`` takes as
+they are: the lengths that a launch depends on are read on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvarn_hf import ops
+from kvarn_hf.config import METHODS, KVarNConfig
+from kvarn_hf.padding import LeftPadding
+from kvarn_hf.reference.quantize import Packed
+from kvarn_hf.state import DenseTokens, LayerState
+from kvarn_hf.tiles import PackedTiles
+
+_ALIGNMENT = 256
+
+
+class Layout(NamedTuple):
+    """All that is needed to find a layer's tensors in its storage; a tuple of integers, as operators take them."""
+
+    batch: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    most: int  # tokens there is room for
+    tiles: int
+    dense: int
+    sink_length: int
+    residual_length: int
+    tile_size: int
+    key_bits: int
+    value_bits: int
+    method: int
+    iterations: int
+    padded: int
+
+    @classmethod
+    def of(cls, config: KVarNConfig, keys: torch.Tensor, values: torch.Tensor, most: int) -> Layout:
+        """For keys and values like the ones given, and at most ``most`` tokens."""
+        dense = config.sink_length + config.residual_length + config.tile_size
+        return cls(
+            *keys.shape[:2],
+            keys.shape[3],
+            values.shape[3],
+            most,
+            max(1, config.packed_tiles(most)),
+            dense,
+            config.sink_length,
+            config.residual_length,
+            config.tile_size,
+            config.key_bits,
+            config.value_bits,
+            METHODS.index(config.method),
+            config.iterations,
+            0,
+        )
+
+    @property
+    def config(self) -> KVarNConfig:
+        """The cache's settings, as far as they shape what is stored."""
+        return KVarNConfig(
+            key_bits=self.key_bits,
+            value_bits=self.value_bits,
+            tile_size=self.tile_size,
+            sink_length=self.sink_length,
+            residual_length=self.residual_length,
+            method=METHODS[self.method],
+            iterations=self.iterations,
+        )
+
+
+class Views(NamedTuple):
+    """A layer's storage as tensors."""
+
+    dense_keys: torch.Tensor
+    dense_values: torch.Tensor
+    keys: Packed
+    values: Packed
+    prescale: torch.Tensor
+    pad: torch.Tensor
+    run_key: torch.Tensor
+    run_value: torch.Tensor
+
+
+@lru_cache(maxsize=256)
+def _pieces(layout: Layout, dtype: torch.dtype) -> tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]:
+    """Offset, dtype and shape of every tensor."""
+    lead = layout.batch, layout.heads
+    tile, half = (*lead, layout.tiles), torch.float16
+    key_bytes, value_bytes = layout.tile_size * layout.key_bits // 8, layout.value_dim * layout.value_bits // 8
+    shapes = (
+        (dtype, (*lead, layout.dense, layout.key_dim)),
+        (dtype, (*lead, layout.dense, layout.value_dim)),
+        (torch.uint8, (*tile, key_bytes, layout.key_dim)),
+        *((half, (*tile, n)) for n in (layout.key_dim, layout.tile_size, layout.key_dim)),
+        (torch.uint8, (*tile, value_bytes, layout.tile_size)),
+        *((half, (*tile, n)) for n in (layout.value_dim, layout.tile_size, layout.tile_size)),
+        (half, (*lead, layout.key_dim)),
+        (torch.int64, (layout.batch,)),
+        (dtype, (*lead, 1, layout.key_dim)),
+        (dtype, (*lead, 1, layout.value_dim)),
+    )
+    pieces, offset = [], 0
+    for kind, shape in shapes:
+        pieces.append((offset, kind, shape))
+        offset += -(-_bytes(kind, shape) // _ALIGNMENT) * _ALIGNMENT
+    return *pieces, (offset, torch.uint8, (0,))
+
+
+def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def allocate(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The storage of one layer, all zero, at an address that compiled code may rely on."""
+    storage = torch.zeros(_pieces(layout, dtype)[-1][0], dtype=torch.uint8, device=device)
+    torch._dynamo.mark_static_address(storage)
+    return storage
+
+
+def views(storage: torch.Tensor, layout: Layout, dtype: torch.dtype) -> Views:
+    """The tensors that lie in ``storage``."""
+    parts = [
+        storage[offset : offset + _bytes(kind, shape)].view(kind).view(shape)
+        for offset, kind, shape in _pieces(layout, dtype)[:-1]
+    ]
+    return Views(parts[0], parts[1], Packed(*parts[2:6]), Packed(*parts[6:10]), *parts[10:])
+
+
+def state_of(storage: torch.Tensor, layout: Layout, dtype: torch.dtype, length: int, count: int) -> LayerState:
+    """What the storage holds, as a value: dense tokens copied, tiles where they are."""
+    v, config = views(storage, layout, dtype), layout.config
+    used = length - count * config.tile_size
+    dense = DenseTokens.copied(v.dense_keys[:, :, :used], v.dense_values[:, :, :used])
+    padding = None
+    if count and layout.padded:
+        padding = LeftPadding(v.pad.clamp_min(1), length, v.run_key, v.run_value)
+    prescale = v.prescale.clone() if count and config.method == "kvarn" else None
+    return LayerState(config, dense, PackedTiles(v.keys, v.values, count), prescale, padding)
+
+
+def put(state: LayerState, storage: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
+    """Make the storage hold ``state``; tiles that are there already are not copied."""
+    v = views(storage, layout, dtype)
+    v.dense_keys[:, :, : state.dense.length] = state.dense.keys
+    v.dense_values[:, :, : state.dense.length] = state.dense.values
+    if state.tiles.rows is not None or state.tiles.keys.codes.data_ptr() != v.keys.codes.data_ptr():
+        for target, source in zip(
+            (*v.keys, *v.values), (t for part in state.tiles.filled() for t in part), strict=True
+        ):
+            target[:, :, : state.count] = source
+    v.prescale.copy_(torch.ones_like(v.prescale) if state.prescale is None else state.prescale)
+    padding = padding_of(state)
+    v.pad.zero_()
+    if padding is not None:
+        v.pad.copy_(padding.length)
+        v.run_key.copy_(padding.key)
+        v.run_value.copy_(padding.value)
+
+
+def padding_of(state: LayerState) -> LeftPadding | None:
+    """The left padding of a state, also while nothing is packed; None for a single row."""
+    if state.padding is not None or state.dense.key_buffer.shape[0] == 1 or state.length == 0:
+        return state.padding
+    return LeftPadding.begin(state.dense.keys, state.dense.values).scanned_to(state)
+
+
+def _padding(v: Views, layout: Layout, count: torch.Tensor | None = None) -> tuple[torch.Tensor, ...] | None:
+    if not layout.padded:
+        return None
+    return (v.pad if count is None else v.pad * (count > 0)), v.run_key, v.run_value
+
+
+@torch.library.custom_op("kvarn_hf::advance", mutates_args=("progress",))
+def advance(progress: torch.Tensor, layout: Sequence[int]) -> None:
+    """Begin a step of one token in every layer."""
+    shape = Layout(*layout)
+    if ops.uses_kernels(progress.device):
+        from kvarn_kernels.append import advance as kernel
+
+        kernel(
+            progress,
+            most=shape.most,
+            sink_length=shape.sink_length,
+            residual_length=shape.residual_length,
+            tile_size=shape.tile_size,
+        )
+        return
+    length, count = progress[:, 0].clone(), progress[:, 1].clone()
+    behind = length - shape.sink_length - shape.residual_length
+    ready = torch.maximum(torch.div(behind, shape.tile_size, rounding_mode="floor"), count)
+    room = length < shape.most
+    progress.copy_(torch.stack([length + room, torch.where(room, ready, count), (ready - count) * room, ~room], 1))
+
+
+@torch.library.custom_op("kvarn_hf::append", mutates_args=("storage",))
+def append(
+    storage: torch.Tensor,
+    progress: torch.Tensor,
+    row: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: Sequence[int],
+) -> None:
+    """Pack the tile that is due, if one is, and write one token per row behind the tail."""
+    shape = Layout(*layout)
+    v, config = views(storage, shape, keys.dtype), shape.config
+    if ops.uses_kernels(keys.device):
+        from kvarn_kernels.append import append as kernel
+
+        kernel(
+            keys,
+            values,
+            progress[row],
+            v.dense_keys,
+            v.dense_values,
+            v.prescale,
+            v.pad if shape.padded else None,
+            v.keys,
+            v.values,
+            sink_length=config.sink_length,
+            residual_length=config.residual_length,
+            key_bits=config.key_bits,
+            value_bits=config.value_bits,
+            method=config.method,
+            iterations=config.iterations,
+        )
+        return
+    length, count, due, full = progress[row].tolist()
+    if not full:
+        state = state_of(storage, shape, keys.dtype, length - 1, count - due).committed()
+        put(replace(state, dense=state.dense.appended(keys, values)), storage, shape, keys.dtype)
+
+
+@torch.library.custom_op("kvarn_hf::attend", mutates_args=())
+def attend(
+    query: torch.Tensor,
+    storage: torch.Tensor,
+    progress: torch.Tensor,
+    row: int,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    layout: Sequence[int],
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention of the newest token over everything held; ``[batch, 1, query_heads, value_dim]``.
+
+    A ``softcap`` of 0 is none. If the token found no room, the result is NaN.
+    """
+    shape = Layout(*layout)
+    v, config = views(storage, shape, query.dtype), shape.config
+    if not ops.uses_kernels(query.device):
+        length, count, _, full = progress[row].tolist()
+        state = state_of(storage, shape, query.dtype, length, count)
+        mask = None if mask is None else mask[..., :length]
+        if state.count:
+            out = ops.attend(state, query, mask, scaling=scaling, softcap=softcap or None, sinks=sinks)
+            assert out is not None  # a CPU takes every state that holds a tile
+        else:
+            out = _exact(query, state.dense.keys, state.dense.values, mask, sinks, scaling, softcap)
+        return out.masked_fill(torch.tensor(bool(full)), torch.nan)
+    from kvarn_kernels.decode_attention import decode_attention, supported
+
+    if supported(query, shape.value_dim, config.tile_size, config.key_bits, config.value_bits):
+        return decode_attention(
+            query,
+            v.keys,
+            v.values,
+            v.prescale if config.method == "kvarn" else None,
+            None,
+            v.dense_keys,
+            v.dense_values,
+            _padding(v, shape),
+            mask,
+            progress[row],
+            count=shape.tiles,
+            sink_length=config.sink_length,
+            key_bits=config.key_bits,
+            value_bits=config.value_bits,
+            rotated=config.method != "rtn",
+            scaling=scaling,
+            causal=False,
+            softcap=softcap or None,
+            sinks=sinks,
+        )
+    keys, values = read(storage, progress, row, layout, query.dtype)
+    held = torch.arange(shape.most, device=query.device) < progress[row, 0]
+    if mask is None or mask.dtype == torch.bool:
+        held = held if mask is None else mask & held
+    else:
+        held = mask.masked_fill(~held, -torch.inf)
+    return _exact(query, keys, values, held.expand(query.shape[0], 1, 1, -1), sinks, scaling, softcap).masked_fill(
+        progress[row, 3] > 0, torch.nan
+    )
+
+
+@attend.register_fake
+def _(query, storage, progress, row, mask, sinks, layout, scaling, softcap):  # type: ignore[no-untyped-def]
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], Layout(*layout).value_dim)
+
+
+def _exact(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    if sinks is None and not softcap:
+        groups = query.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling).transpose(1, 2)
+    from kvarn_hf.reference.attention import attention
+
+    return attention(
+        query,
+        keys,
+        values,
+        mask,
+        scaling=scaling,
+        causal=False,
+        softcap=softcap or None,
+        sinks=sinks,
+        dtype=torch.float32,
+    ).to(query.dtype)
+
+
+@torch.library.custom_op("kvarn_hf::read", mutates_args=())
+def read(
+    storage: torch.Tensor, progress: torch.Tensor, row: int, layout: Sequence[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values, dense, ``[batch, heads, most, head_dim]``; zero behind the last token."""
+    shape = Layout(*layout)
+    v, config = views(storage, shape, dtype), shape.config
+    size, sink = config.tile_size, config.sink_length
+    length, count = progress[row, 0], progress[row, 1]
+    tail_start = torch.where(count > 0, sink + count * size, 0)
+    # Every tile there is room for, as if it were in use, between the sinks and no tail.
+    state = LayerState(
+        config,
+        DenseTokens(v.dense_keys, v.dense_values, sink),
+        PackedTiles(v.keys, v.values, shape.tiles),
+        v.prescale if config.method == "kvarn" else None,
+        LeftPadding(v.pad * (count > 0), 0, v.run_key, v.run_value) if shape.padded else None,
+    )
+    index = torch.arange(shape.dense, device=storage.device)
+    position = torch.where(count > 0, index + count * size, index)
+    valid = (position < length) & ((index >= sink) | (count == 0))
+    nowhere = max(shape.most, sink + shape.tiles * size)
+    position = torch.where(valid, position, nowhere)
+
+    def whole(packed: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        out = packed.new_zeros(*packed.shape[:2], nowhere + 1, packed.shape[3])
+        in_tiles = torch.arange(packed.shape[2], device=packed.device) < tail_start
+        out[:, :, : packed.shape[2]] = packed.masked_fill(~in_tiles[:, None], 0)
+        return out.index_copy(2, position, dense)[:, :, : shape.most].contiguous()
+
+    keys, values = ops.dense(state)
+    return whole(keys, v.dense_keys), whole(values, v.dense_values)
+
+
+@read.register_fake
+def _(storage, progress, row, layout, dtype):  # type: ignore[no-untyped-def]
+    shape = Layout(*layout)
+    lead = shape.batch, shape.heads, shape.most
+    return tuple(storage.new_empty(*lead, dim, dtype=dtype) for dim in (shape.key_dim, shape.value_dim))

@@ -1,0 +1,327 @@
+"""A layer with room for a fixed number of tokens, whose decode step can be compiled into one CUDA graph.
+
+A step of one token runs the operators of :mod:`kvarn_hf.static`, which need nothing from the host. Everything else (a
+prefill, cropping, reordering, saving) takes the layer's state as a value, changes that, and puts it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedConfig
+from transformers.cache_utils import StaticLayer
+
+from kvarn_hf import static
+from kvarn_hf.config import KVarNConfig
+from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.lazy import LazyStates, attend_lazily, reads_lazily
+from kvarn_hf.state import LayerState
+
+
+class Progress:
+    """The lengths of all layers, ``[layers, 4]`` on every device that holds some; see :mod:`kvarn_hf.static`."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.first: dict[str, int] = {}  # the first layer on a device begins the step for all of them
+
+    def of(self, row: int, device: torch.device) -> torch.Tensor:
+        """The lengths on the device of layer ``row``."""
+        name = str(device)
+        if name not in self.tensors:
+            self.tensors[name] = torch.zeros(self.layers, 4, dtype=torch.int64, device=device)
+            torch._dynamo.mark_static_address(self.tensors[name])
+        self.first[name] = min(row, self.first.get(name, row))
+        return self.tensors[name]
+
+
+class StaticKVarNLayer(KVarNLayer):
+    """Like :class:`~kvarn_hf.layer.KVarNLayer`, with storage that is allocated once.
+
+    Parameters
+    ----------
+    config : KVarNConfig
+    latent_dims : tuple of int, optional
+        See :class:`~kvarn_hf.layer.KVarNLayer`.
+    max_cache_len : int
+        Tokens there is room for.
+    row : int
+        Which of the cache's layers this is.
+    progress : Progress
+        The cache's.
+    model_config : PreTrainedConfig
+        Says which attention implementation will read what :meth:`update` returns.
+    """
+
+    is_compileable = True
+
+    def __init__(
+        self,
+        config: KVarNConfig,
+        latent_dims: tuple[int, int] | None,
+        max_cache_len: int,
+        row: int,
+        progress: Progress,
+        model_config: PreTrainedConfig,
+    ) -> None:
+        self.max_cache_len, self.row, self.model_config = max_cache_len, row, model_config
+        self.all_progress = progress
+        # From the first tokens on: everything held, the lengths, and how to find the one by the others.
+        self.storage: Any = None
+        self.progress: Any = None
+        self.layout: Any = None
+        self.home = ""
+        self.holds_tokens = False
+        super().__init__(config, latent_dims)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate everything, for keys and values like these."""
+        super().lazy_initialization(key_states, value_states)
+        self.holds_tokens = True
+
+    @property
+    def state(self) -> LayerState | None:  # type: ignore[override]
+        """What the layer holds. Reads lengths back from the device."""
+        if not self.holds_tokens:
+            return None
+        length, count, _, _ = self.progress[self.row].tolist()
+        # A tile that the next step would pack is packed: what is stored depends on the tokens alone.
+        return static.state_of(self.storage, self.layout, self.dtype, length, count).committed()
+
+    @state.setter
+    def state(self, state: LayerState | None) -> None:
+        if state is None:
+            self.holds_tokens = False
+            if self.progress is not None:
+                self.progress[self.row] = 0
+            return
+        self._check_room(state.length)
+        keys, values = state.dense.key_buffer, state.dense.value_buffer
+        padding = static.padding_of(state)
+        padded = padding is not None and bool((padding.length > 0).any())
+        layout = static.Layout.of(state.config, keys, values, self.max_cache_len)._replace(padded=int(padded))
+        if (
+            self.storage is None
+            or self.home != str(keys.device)
+            or self.layout._replace(padded=layout.padded) != layout
+        ):
+            self.storage = static.allocate(layout, keys.dtype, keys.device)
+            self.progress, self.home = self.all_progress.of(self.row, keys.device), str(keys.device)
+        self.layout = layout
+        static.put(state, self.storage, layout, keys.dtype)
+        self.progress[self.row] = torch.tensor([state.length, state.count, 0, 0])
+        self.holds_tokens = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, lazy: bool = False, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Append tokens; see :meth:`KVarNLayer.update`.
+
+        A step of one token never waits for the device, and can be compiled: its keys and values have the length
+        ``max_cache_len``, as those of Transformers' static layers have.
+
+        Raises
+        ------
+        ValueError
+            As there, and if there is no room for the new tokens.
+        """
+        if self.steps(key_states.shape[2]):
+            return self._step(key_states, value_states)
+        self._check_room(self.get_seq_length() + key_states.shape[2])
+        return super().update(key_states, value_states, *args, lazy=lazy, **kwargs)
+
+    def steps(self, tokens: int) -> bool:
+        """Whether so many new tokens are taken as a step without the host."""
+        return tokens == 1 and self.holds_tokens
+
+    def _step(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
+        layout = list(self.layout)
+        if self.row == self.all_progress.first[self.home]:
+            static.advance(self.progress, layout)
+        static.append(self.storage, self.progress, self.row, keys, values, layout)
+        reading = StaticReading(self)
+        if self.model_config._attn_implementation not in reads_lazily:
+            return reading.dense()
+        if torch.compiler.is_compiling():
+            return TracedStates(reading, False), TracedStates(reading, True)
+        return LazyStates.pair(reading)
+
+    def get_seq_length(self) -> Any:
+        """Tokens held: a tensor on the device, as lengths are there; 0 before any."""
+        return self.progress[self.row, 0] if self.holds_tokens else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that attention will see after ``query_length`` more tokens.
+
+        Raises
+        ------
+        ValueError
+            If there is no room for them.
+        """
+        if torch.compiler.is_compiling():
+            return self.max_cache_len, 0
+        length = int(self.get_seq_length()) + query_length
+        self._check_room(length)
+        return (self.max_cache_len if self.steps(query_length) else length), 0
+
+    def get_max_length(self) -> int:
+        """Tokens there is room for."""
+        return self.max_cache_len
+
+    def memory_footprint(self) -> int:
+        """Bytes of all storage this layer keeps alive, unused capacity included."""
+        return 0 if self.storage is None else self.storage.nbytes
+
+    def reset(self) -> None:
+        """Forget everything; the storage stays where it is, and compiled steps stay valid."""
+        self.state = None
+        self.reads = {"fused": 0, "dequantized": 0}
+
+    def remember(self) -> tuple[Any, ...] | None:
+        """What :meth:`restore` needs to undo the next update."""
+        state = self.state
+        return None if state is None else (state,)
+
+    def restore(self, held: tuple[Any, ...] | None) -> None:
+        """Undo the updates since :meth:`remember`."""
+        self.state = None if held is None else held[0]
+
+    def _check_room(self, length: Any) -> None:
+        if length > self.max_cache_len:
+            raise ValueError(
+                f"max_cache_len must be at least the tokens of prompt and answer together, got {self.max_cache_len} "
+                f"for {int(length)} tokens; the cache still holds what it held"
+            )
+
+
+class StaticDenseLayer(StaticLayer):
+    """Transformers' static layer, which reads no further than its tokens in a prefill, as its neighbours do."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Append tokens."""
+        steps = self._steps(key_states.shape[2])
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if steps:
+            return keys, values
+        length = int(self.get_seq_length())
+        return keys[:, :, :length], values[:, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that attention will see after ``query_length`` more tokens."""
+        if self._steps(query_length):
+            return self.max_cache_len, 0
+        return int(self.get_seq_length()) + query_length, 0
+
+    def _steps(self, tokens: int) -> bool:
+        return torch.compiler.is_compiling() or (
+            tokens == 1 and self.is_initialized and bool(self.get_seq_length() > 0)
+        )
+
+
+class StaticReading:
+    """What attention reads in one step of a static layer."""
+
+    def __init__(self, layer: StaticKVarNLayer) -> None:
+        self.storage, self.progress, self.row, self.layout = layer.storage, layer.progress, layer.row, layer.layout
+        self.dtype = layer.dtype
+        self._counts = layer.reads
+        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    @property
+    def heads(self) -> int:
+        return self.layout.heads
+
+    def shape(self, is_value: bool) -> tuple[int, int, int, int]:
+        """Of the dense keys or values."""
+        layout = self.layout
+        return layout.batch, layout.heads, layout.most, layout.value_dim if is_value else layout.key_dim
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, dequantized, ``[batch, heads, max_cache_len, head_dim]``."""
+        if self._dense is None:
+            self._dense = static.read(self.storage, self.progress, self.row, list(self.layout), self.dtype)
+            if not torch.compiler.is_compiling():
+                self._counts["dequantized"] += 1
+        return self._dense
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Fused attention; None where the dense tensors have been handed out, and may have been changed."""
+        if self._dense is not None:
+            return None
+        if not torch.compiler.is_compiling():  # compiled code would be recompiled for every other number
+            self._counts["fused"] += 1
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        return static.attend(
+            query, self.storage, self.progress, self.row, mask, sinks, list(self.layout), scaling, softcap or 0.0
+        )
+
+
+class TracedStates:
+    """:class:`~kvarn_hf.lazy.LazyStates` for compiled code, which takes objects but no tensors without data."""
+
+    def __init__(self, reading: StaticReading, is_value: bool, repeats: int = 1, grouped: bool = False) -> None:
+        self.reading, self.is_value, self.repeats, self.grouped = reading, is_value, repeats, grouped
+        batch, heads, length, head_dim = reading.shape(is_value)
+        self.shape = (
+            (batch, heads, repeats, length, head_dim) if grouped else (batch, heads * repeats, length, head_dim)
+        )
+        self.ndim = len(self.shape)
+        self.dtype, self.device = reading.dtype, reading.device
+
+    def dense(self) -> torch.Tensor:
+        """The tensor itself."""
+        tensor = self.reading.dense()[1 if self.is_value else 0]
+        if self.grouped:
+            return tensor.unsqueeze(2).expand(self.shape)
+        return tensor.repeat_interleave(self.repeats, 1) if self.repeats > 1 else tensor
+
+    def __getitem__(self, index: Any) -> Any:
+        if (
+            not self.grouped
+            and self.repeats == 1
+            and index == (slice(None), slice(None), None, slice(None), slice(None))
+        ):
+            return TracedStates(self.reading, self.is_value, 1, True)
+        return self.dense()[index]
+
+    def expand(self, *sizes: int) -> Any:
+        """See :meth:`torch.Tensor.expand`; repeating KV heads needs no data."""
+        if self.grouped and self.repeats == 1 and (*sizes[:2], *sizes[3:]) == (*self.shape[:2], *self.shape[3:]):
+            return TracedStates(self.reading, self.is_value, sizes[2], True)
+        return self.dense().expand(*sizes)
+
+    def reshape(self, *sizes: int) -> Any:
+        """See :meth:`torch.Tensor.reshape`; repeating KV heads needs no data."""
+        shape = self.shape
+        if self.grouped and sizes == (shape[0], shape[1] * shape[2], *shape[3:]):
+            return TracedStates(self.reading, self.is_value, self.repeats, False)
+        return self.dense().reshape(*sizes)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            out = attend_lazily(*args, **kwargs)
+            if out is not None:
+                return out
+        args, kwargs = tree_map_only(TracedStates, TracedStates.dense, (args, kwargs))
+        return func(*args, **kwargs)

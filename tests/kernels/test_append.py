@@ -1,0 +1,174 @@
+"""The step of a static layer by kernels against the same step in plain torch."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kvarn_hf import ops, static
+from kvarn_hf.config import KVarNConfig
+from kvarn_hf.state import LayerState
+from tests.kernels import cases
+
+SMALL = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
+
+
+class Layer:
+    """Storage of one layer, stepped by kernels or by torch."""
+
+    def __init__(self, config, keys, values, most, by_kernels):
+        self.by_kernels, self.dtype = by_kernels, keys.dtype
+        with self.path():
+            state = LayerState.empty(config, keys, values).appended(keys, values).committed()
+            padding = static.padding_of(state)
+            padded = padding is not None and bool((padding.length > 0).any())
+            self.layout = static.Layout.of(config, keys, values, most)._replace(padded=int(padded))
+            self.storage = static.allocate(self.layout, keys.dtype, keys.device)
+            static.put(state, self.storage, self.layout, keys.dtype)
+        self.progress = torch.tensor([[state.length, state.count, 0, 0]], device=keys.device)
+
+    @contextmanager
+    def path(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "uses_kernels", lambda device: self.by_kernels)
+            yield
+
+    def step(self, keys, values):
+        with self.path():
+            static.advance(self.progress, self.layout)
+            static.append(self.storage, self.progress, 0, keys, values, self.layout)
+
+    def attend(self, query, mask=None):
+        with self.path():
+            return static.attend(
+                query, self.storage, self.progress, 0, mask, None, self.layout, query.shape[3] ** -0.5, 0.0
+            )
+
+    def read(self, by_kernels=False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "uses_kernels", lambda device: by_kernels)
+            return static.read(self.storage, self.progress, 0, self.layout, self.dtype)
+
+    @property
+    def views(self):
+        return static.views(self.storage, self.layout, self.dtype)
+
+
+def pair(config, device, dtype, length, steps, most=300, pads=None, shape=(2, 1), key_dim=32, value_dim=None):
+    """Both layers with ``length`` tokens, and the ``steps`` that follow."""
+    total = length + steps
+    keys = cases.tokens((*shape, total, key_dim), dtype, device)
+    values = cases.tokens((*shape, total, value_dim or key_dim), dtype, device, 1, outlier_channel=3.0)
+    for row, pad in enumerate(pads or ()):
+        keys[row, :, :pad], values[row, :, :pad] = keys[row, :, :1], values[row, :, :1]
+    layers = [Layer(config, keys[:, :, :length], values[:, :, :length], most, kernels) for kernels in (True, False)]
+    after = [(keys[:, :, i : i + 1], values[:, :, i : i + 1]) for i in range(length, total)]
+    return *layers, after
+
+
+def assert_same(actual, expected):
+    """Equal but for codes at rounding ties, and what follows from them."""
+    assert torch.equal(actual.progress, expected.progress)
+    length, count, _, _ = actual.progress[0].tolist()
+    dense = length - count * actual.layout.tile_size
+    got, want = actual.views, expected.views
+    assert torch.equal(got.dense_keys[:, :, :dense], want.dense_keys[:, :, :dense])
+    assert torch.equal(got.dense_values[:, :, :dense], want.dense_values[:, :, :dense])
+    assert (got.prescale - want.prescale).abs().max() <= 2**-10 * want.prescale.abs().max()
+    for a, b in zip((*got.keys[1:], *got.values[1:]), (*want.keys[1:], *want.values[1:]), strict=True):
+        a, b = a[:, :, :count].float(), b[:, :, :count].float()
+        assert ((a - b).abs() <= 2e-3 * b.abs().amax(-1, keepdim=True) + 1e-7).all()
+    for a, b in zip(actual.read(), expected.read(), strict=True):
+        error = (a.float() - b.float()).norm() / b.float().norm()
+        assert error < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("bits", "method"), [((4, 2), "kvarn"), ((2, 2), "published"), ((3, 4), "hadamard"), ((8, 4), "rtn")]
+)
+def test_steps_past_a_flush(device, bits, method):
+    config = KVarNConfig(*bits, tile_size=64, sink_length=8, residual_length=8, method=method)
+    by_kernel, by_torch, steps = pair(config, device, torch.float32, 8 + 64 + 64 + 8 - 2, 5)
+    for i, step in enumerate(steps):
+        by_kernel.step(*step)
+        by_torch.step(*step)
+        assert_same(by_kernel, by_torch)
+        assert by_kernel.progress[0, 2] == (i == 2)
+    assert by_kernel.progress[0, 1] == 2
+
+
+@pytest.mark.parametrize("residual", [0, 8, 100])
+@pytest.mark.parametrize("sink", [0, 70])
+def test_the_first_tile_sets_the_prescale(device, sink, residual):
+    config = KVarNConfig(tile_size=64, sink_length=sink, residual_length=residual)
+    by_kernel, by_torch, steps = pair(config, device, torch.float32, sink + 64 + residual - 1, 3)
+    for step in steps:
+        by_kernel.step(*step)
+        by_torch.step(*step)
+        assert_same(by_kernel, by_torch)
+    assert by_kernel.progress[0, 1] == 1
+    assert (by_kernel.views.prescale != 1).any()
+
+
+@pytest.mark.parametrize(("packed", "pads"), [(0, (30, 0)), (0, (40, 3)), (1, (5, 75)), (1, (60, 70)), (2, (100, 137))])
+def test_left_padding(device, packed, pads):
+    """Sinks that lie in the tile, behind it, and in both; a row of which nothing is packed yet."""
+    by_kernel, by_torch, steps = pair(SMALL, device, torch.float32, 8 + (packed + 1) * 64 + 8 - 1, 3, pads=pads)
+    for step in steps:
+        by_kernel.step(*step)
+        by_torch.step(*step)
+        assert_same(by_kernel, by_torch)
+    assert by_kernel.progress[0, 1] == packed + 1
+
+
+def test_head_dims_that_differ(device):
+    by_kernel, by_torch, steps = pair(SMALL, device, torch.float32, 79, 3, key_dim=48, value_dim=16, shape=(1, 1))
+    for step in steps:
+        by_kernel.step(*step)
+        by_torch.step(*step)
+        assert_same(by_kernel, by_torch)
+
+
+def test_no_room(device):
+    by_kernel, by_torch, steps = pair(SMALL, device, torch.float16, 150, 3, most=152)
+    for step in steps[:2]:
+        by_kernel.step(*step)
+        by_torch.step(*step)
+    before = by_kernel.storage.clone(), by_kernel.progress.clone()
+    query = torch.randn(2, 4, 1, 32, device=device).half()
+    assert by_kernel.attend(query).isfinite().all()
+    for layer in (by_kernel, by_torch):
+        layer.step(*steps[2])
+        assert layer.attend(query).isnan().all()
+        assert layer.progress[0].tolist() == [152, 2, 0, 1]
+    assert torch.equal(before[0], by_kernel.storage)
+
+
+@pytest.mark.parametrize("length", [40, 170])
+def test_dense_tensors_end_where_the_tokens_do(device, length):
+    by_kernel, _, (step,) = pair(SMALL, device, torch.float32, length, 1, pads=(30, 0))
+    by_kernel.step(*step)
+    for got, want in zip(by_kernel.read(by_kernels=True), by_kernel.read(), strict=True):
+        assert got.shape[2] == 300
+        assert not got[:, :, length + 1 :].any()
+        assert (got - want).norm() < 1e-3 * want.norm()
+
+
+@pytest.mark.parametrize("pads", [None, (30, 0)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [40, 79, 170])
+def test_attention_up_to_the_true_length(device, pads, masked, length):
+    by_kernel, by_torch, steps = pair(SMALL, device, torch.float16, length, 2, pads=pads)
+    generator = torch.Generator().manual_seed(0)
+    mask = None
+    if masked:
+        mask = (torch.rand(2, 1, 1, 300, generator=generator) < 0.7).to(device)
+    query = torch.randn(2, 6, 1, 32, generator=generator).to(device).half()
+    for step in steps:
+        by_kernel.step(*step)
+        by_torch.step(*step)
+        got, want = by_kernel.attend(query, mask), by_torch.attend(query, mask)
+        assert got.shape == want.shape == (2, 1, 6, 32)
+        assert (got.float() - want.float()).norm() < 8e-3 * want.float().norm()
