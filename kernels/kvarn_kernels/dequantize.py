@@ -4,6 +4,8 @@ A program is one warp, and everything stays in its registers. Eight tokens at a 
 ``[channel // 8 % 4, token, channel // 32, channel % 8]``: the first two count the lanes, as in a tensor core's operand
 and its result, and a lane reads and writes eight neighbouring channels. The product with a 16 x 16 matrix transforms
 channel bits 0, 1, 3 and 4; sums and differences of registers the others.
+
+The loops over the codes of a byte stay rolled: unrolled, their code would overflow the instruction cache.
 """
 
 from __future__ import annotations
@@ -15,13 +17,10 @@ import triton.language as tl
 from kvarn_kernels.arithmetic import centre, exponent_of, power_of_two, reciprocal
 from kvarn_kernels.launch import on_device_of, padded, rotation_block
 
-# By the number of 32-channel blocks to a program: the most that occupancy gains from and nothing is spilled for.
-_REGISTERS = {1: 128, 2: 128, 4: 168, 8: 255}
-
-
-def _outer(dim: int) -> int:
-    # More than 128 channels have few registers each, but halves of a 256-channel rotation would each unpack it all.
-    return min(max(padded(dim), 32), 256 if dim == 256 else 128) // 32
+# Channels to a program, at most: more would not fit the registers of one warp.
+_CHANNELS = 128
+# Programs to a tile's channels: two even out the last wave of programs.
+_PIECES = 2
 
 
 @triton.jit
@@ -43,27 +42,28 @@ def _by_channel(ptr, start, other, OUTER: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def _field(byte, SHIFT: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The code of WIDTH bits from SHIFT on in every byte: float16, or float32 where interpreted."""
+def _field(byte, shift, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The code of WIDTH bits from ``shift`` on in every byte: float16, or float32 where interpreted."""
     if INTERPRETED:
-        return ((byte >> SHIFT) & (2**WIDTH - 1)).to(tl.float32) - centre(WIDTH)
+        return ((byte >> shift) & (2**WIDTH - 1)).to(tl.float32) - centre(WIDTH)
     else:
-        # 0x6400 + n is 1024 + n in float16, so that four bytes take five instructions.
+        # 0x6400 + n is 1024 + n in float16, so that four bytes take six instructions.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 t;
-            and.b32 t, $2, $3;
+            shr.b32 t, $2, $4;
+            and.b32 t, t, $3;
             prmt.b32 $0, t, 0x64646464, 0x4140;
             prmt.b32 $1, t, 0x64646464, 0x4342;
-            fma.rn.f16x2 $0, $0, $4, $6;
-            fma.rn.f16x2 $1, $1, $5, $7;
+            add.rn.f16x2 $0, $0, $8;
+            add.rn.f16x2 $1, $1, $9;
             }""",
-            "=&r,=&r,r,r,r,r,r,r",
+            "=&r,=&r,r,r,r,r,r,r,r,r",
             [
                 byte,
-                tl.full([], (2**WIDTH - 1) << SHIFT, tl.uint8),
-                tl.full([], 2.0**-SHIFT, tl.float16),
-                tl.full([], -1024 * 2.0**-SHIFT - centre(WIDTH), tl.float16),
+                tl.full([], 2**WIDTH - 1, tl.uint8),
+                shift,
+                tl.full([], -1024.0 - centre(WIDTH), tl.float16),
             ],
             dtype=tl.float16,
             is_pure=True,
@@ -107,14 +107,12 @@ def _butterfly(x, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def _transformed(x, OUTER: tl.constexpr, BLOCK: tl.constexpr):
-    """What :func:`_product` gave, transformed over channel bits 2, 5, 6 and 7 too, ``[4, 8, OUTER, 8]``."""
+    """What :func:`_product` gave, transformed over channel bits 2, 5 and 6 too, ``[4, 8, OUTER, 8]``."""
     x = _butterfly(x, OUTER, 128)
     if BLOCK > 32 and OUTER > 1:
         x = _butterfly(x, OUTER // 2, 256)
     if BLOCK > 64 and OUTER > 2:
         x = _butterfly(x, OUTER // 4, 512)
-    if BLOCK > 128 and OUTER > 4:
-        x = _butterfly(x, OUTER // 8, 1024)
     return tl.reshape(tl.permute(tl.reshape(x, (OUTER, 2, 8, 2, 4, 2)), (4, 2, 0, 1, 3, 5)), (4, 8, OUTER, 8))
 
 
@@ -174,18 +172,18 @@ def _key_codes(
     byte,
     high,
     row,
-    I: tl.constexpr,
+    i,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Codes I of the bytes: those of the tokens ``row + I * (rows of bytes)``."""
+    """Codes ``i`` of the bytes: those of the tokens ``row + i * (rows of bytes)``."""
     if BITS == 3:
         # Rows of high bits are half as many, and hold eight tokens' each.
-        half = (row // (TILE // 8)).to(tl.uint8)
-        return _field(byte, 2 * I, 2, INTERPRETED) + 4.0 * _field(high >> (half + 2 * I), 0, 1, INTERPRETED)
+        half = row // (TILE // 8)
+        return _field(byte, 2 * i, 2, INTERPRETED) + 4.0 * _field(high, half + 2 * i, 1, INTERPRETED)
     else:
-        return _field(byte, I * BITS, BITS, INTERPRETED)
+        return _field(byte, i * BITS, BITS, INTERPRETED)
 
 
 @triton.jit
@@ -206,17 +204,17 @@ def _value_words(codes_ptr, t, first, SUB: tl.constexpr, HELD: tl.constexpr, OUT
 @triton.jit
 def _two_fields(
     word,
-    I: tl.constexpr,
+    i,
     A: tl.constexpr,
     B: tl.constexpr,
     WIDTH: tl.constexpr,
     CENTRE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The numbers of WIDTH bits from A and from B on in byte I of every word, less CENTRE: as :func:`_field`."""
+    """The numbers of WIDTH bits from A and from B on in byte ``i`` of every word, less CENTRE: as :func:`_field`."""
     MASK: tl.constexpr = 2**WIDTH - 1
     if INTERPRETED:
-        byte = word >> (8 * I)
+        byte = word >> (8 * i)
         return ((byte >> A) & MASK).to(tl.float32) - CENTRE, ((byte >> B) & MASK).to(tl.float32) - CENTRE
     else:
         return tl.inline_asm_elementwise(
@@ -232,7 +230,7 @@ def _two_fields(
             "=h,=h,r,r,r,h,h,h,h",
             [
                 word,
-                tl.full([], 0x4040 + I * 0x0101, tl.int32),
+                0x4040 + i * 0x0101,
                 tl.full([], (MASK << A) + (MASK << (B + 16)), tl.int32),
                 tl.full([], 2.0**-A, tl.float16),
                 tl.full([], 2.0**-B, tl.float16),
@@ -249,24 +247,24 @@ def _two_fields(
 def _value_codes(
     word,
     high,
-    I: tl.constexpr,
+    i,
     BITS: tl.constexpr,
     OUTER: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Codes of byte I of every word, less half their range: ``[4, 8, OUTER, 8]``."""
+    """Codes of byte ``i`` of every word, less half their range: ``[4, 8, OUTER, 8]``."""
     CENTRE: tl.constexpr = 2 ** (BITS - 1)
     if BITS == 8:
-        x, _ = _two_fields(word, I, 0, 0, 8, CENTRE, INTERPRETED)
+        x, _ = _two_fields(word, i, 0, 0, 8, CENTRE, INTERPRETED)
     elif BITS == 4:
-        a, b = _two_fields(word, I, 0, 4, 4, CENTRE, INTERPRETED)
+        a, b = _two_fields(word, i, 0, 4, 4, CENTRE, INTERPRETED)
         x = tl.join(a, b)
     else:
-        a, b = _two_fields(word, I, 0, 2, 2, CENTRE, INTERPRETED)
-        c, d = _two_fields(word, I, 4, 6, 2, CENTRE, INTERPRETED)
+        a, b = _two_fields(word, i, 0, 2, 2, CENTRE, INTERPRETED)
+        c, d = _two_fields(word, i, 4, 6, 2, CENTRE, INTERPRETED)
         if BITS == 3:
-            e, f = _two_fields(high, I, 0, 1, 1, 0, INTERPRETED)
-            g, h = _two_fields(high, I, 2, 3, 1, 0, INTERPRETED)
+            e, f = _two_fields(high, i, 0, 1, 1, 0, INTERPRETED)
+            g, h = _two_fields(high, i, 2, 3, 1, 0, INTERPRETED)
             a, b, c, d = a + 4.0 * e, b + 4.0 * f, c + 4.0 * g, d + 4.0 * h
         x = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.reshape(x, (4, 8, OUTER, 8))
@@ -343,7 +341,7 @@ def _dequantize_keys(
             # The next step's bytes are on their way during this one's work.
             current = byte
             byte = _key_bytes(codes_ptr, row + (8 if step + 1 < STEPS else 0), start, OUTER, DIM)
-        for i in tl.static_range(8 // WIDTH):
+        for i in range(8 // WIDTH):
             t = row + i * ROWS + tl.arange(0, 8)
             token_scale = tl.load(token_scale_ptr + t).to(tl.float32) * factor
             if ROTATED:
@@ -455,7 +453,7 @@ def _dequantize_values(
             following = _value_words(codes_ptr, after, start // PER_BYTE, WIDTH, DIM // PER_BYTE, OUTER, TILE)
             if BITS == 3:
                 high = _high_words(codes_ptr, begin, start, OUTER, TILE, DIM)
-        for i in tl.static_range(4):
+        for i in range(4):
             t = begin + tl.arange(0, 8) * 4 + i
             token_scale = tl.load(token_scale_ptr + t).to(tl.float32)
             zero = tl.load(zero_point_ptr + t).to(tl.float32) + (CENTRE - centre(BITS)) * token_scale
@@ -581,9 +579,8 @@ def _dense_part(
         d = start + tl.arange(0, OUTER * 32)
         real = (d < DIM)[None, :]
         dense_ptrs = dense_ptr + (d.to(tl.int64) * stride_d)[None, :]
-        begin = (block - count * PIECES).to(tl.int64) * (
-            TILE // PIECES
-        )  # of the dense tokens: the sinks, then the tail
+        # Of the dense tokens: the sinks, then the tail.
+        begin = (block - count * PIECES).to(tl.int64) * (TILE // PIECES)
         for step in range(TILE // PIECES // 16):
             index = begin + step * 16 + tl.arange(0, 16)
             is_sink, held = index < sink_length, (index < dense_length)[:, None] & real
@@ -782,11 +779,8 @@ def dequantize_tiles(
     length = dense_length + count * size
     keys = dense_keys.new_empty(batch, heads, length, key_dim)
     values = dense_values.new_empty(batch, heads, length, value_dim)
-    key_outer, value_outer = _outer(key_dim), _outer(value_dim)
-    wide = max(key_outer, value_outer)
-    # Two programs to a tile even out the last wave of programs; eight warps to a multiprocessor feel the second start.
-    pieces = 1 if wide > 4 else 2
-    blocks = count * pieces + triton.cdiv(dense_length, size // pieces)
+    key_outer, value_outer = (min(max(padded(dim), 32), _CHANNELS) // 32 for dim in (key_dim, value_dim))
+    blocks = count * _PIECES + triton.cdiv(dense_length, size // _PIECES)
     parts = triton.cdiv(key_dim, key_outer * 32) + triton.cdiv(value_dim, value_outer * 32)
     if batch * heads * blocks == 0:
         return keys, values
@@ -813,7 +807,7 @@ def dequantize_tiles(
             sink_length,
             blocks,
             size,
-            pieces,
+            _PIECES,
             key_dim,
             key_outer,
             rotation_block(key_dim),
@@ -825,7 +819,6 @@ def dequantize_tiles(
             rotated,
             not dense_keys.is_cuda,
             num_warps=1,
-            maxnreg=_REGISTERS[wide],
             num_stages=1,
         )
     return keys, values
