@@ -249,8 +249,8 @@ def _line(row: Timing) -> str:
     if row.failure is not None:
         return f"{row.cache} batch {row.batch} context {row.context}: {row.failure}"
     return (
-        f"{row.cache} batch {row.batch} context {row.context}: {row.step_ms:.2f} ms a step, {row.warm_up_s:.1f} s before, "
-        f"{row.cache_gib:.2f} GiB held, {row.peak_gib:.2f} GiB peak"
+        f"{row.cache} batch {row.batch} context {row.context}: {row.step_ms:.2f} ms a step, "
+        f"{row.warm_up_s:.1f} s warm-up, {row.cache_gib:.2f} GiB held, {row.peak_gib:.2f} GiB peak"
     )
 
 

@@ -80,7 +80,7 @@ class KVarNCache(DynamicCache):
         self.monitor = Monitor.of(monitor)
         self._latent_dims: tuple[int, int] | None = None
         layers: list[Any] | None = None
-        self.max_cache_len = max_cache_len
+        self.static_length = max_cache_len
         if max_cache_len is not None:
             _check_static(max_cache_len, config, self.monitor, fused)
         if config is not None:
@@ -120,7 +120,7 @@ class KVarNCache(DynamicCache):
         If it fails (out of memory, an interrupt, bad input), the layers already updated in the same forward pass are
         taken back too: the cache holds the tokens it held, in every layer, and can be used.
         """
-        if self.max_cache_len is not None and not self._prefills(layer_idx, key_states.shape[2]):
+        if self.static_length is not None and not self._prefills(layer_idx, key_states.shape[2]):
             return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         while len(self.layers) <= layer_idx:
             new = DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer()
@@ -154,7 +154,7 @@ class KVarNCache(DynamicCache):
         """
         seen = []
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, KVarNLayer) and layer.state is not None and layer.log is not None:
+            if isinstance(layer, KVarNLayer) and layer.log is not None and layer.state is not None:
                 figures = layer.log.held(layer.state.count)
                 if figures is not None:
                     warn(layer.log, index, layer.state.config, figures)

@@ -270,7 +270,7 @@ def attend(
             assert out is not None  # a CPU takes every state that holds a tile
         else:
             out = _exact(query, state.dense.keys, state.dense.values, mask, sinks, scaling, softcap)
-        return out.masked_fill(torch.tensor(bool(full)), torch.nan)
+        return out.fill_(torch.nan) if full else out
     from kvarn_kernels.decode_attention import decode_attention, supported
 
     if supported(query, shape.value_dim, config.tile_size, config.key_bits, config.value_bits):

@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvarn_kernels.arithmetic import clamp, exponent_of, power_of_two
-from kvarn_kernels.launch import on_device_of, padded, supports_dependent_launch
+from kvarn_kernels.launch import on_device_of, padded
 from kvarn_kernels.quantize import (
     counted_tokens,
     quantize_key_tile,
@@ -176,7 +175,6 @@ def append_kernel(
     METHOD: tl.constexpr,
     ITERATIONS: tl.constexpr,
     PADDED: tl.constexpr,
-    PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Pack the tile that is due, if one is, and write the new token behind the tail.
@@ -192,9 +190,6 @@ def append_kernel(
     Reference
         ``kvarn_hf.state.LayerState.committed`` of the tokens so far, then ``appended``.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     program = tl.program_id(0)
     programs = tl.num_programs(0) // 2
     is_key = program >= programs
@@ -355,7 +350,6 @@ def append(
     """
     batch, heads, _, key_dim = keys.shape
     value_dim, size = values.shape[3], key_arena[2].shape[-1]
-    dependent = supports_dependent_launch(keys.device.index)
     with on_device_of(keys):
         append_kernel[(2 * batch * heads,)](
             progress,
@@ -384,9 +378,7 @@ def append(
             method,
             iterations,
             pad is not None,
-            dependent,
             not keys.is_cuda,
             num_warps=warps_for(size * padded(max(key_dim, value_dim))),
             num_stages=1,
-            **({"launch_pdl": True} if dependent else {}),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvarn_kernels.int8_dot import codes_dot, column_max, exp2, near_first, to_digits
 
@@ -551,7 +550,6 @@ def split_kernel(
     SPLIT_DTYPE: tl.constexpr,
     STAGES: tl.constexpr,
     DENSE_STAGES: tl.constexpr,
-    PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One slice of one KV head's tokens, for ``COLS`` of its query heads x query tokens.
@@ -567,9 +565,6 @@ def split_kernel(
     Precision: 16-bit digits, exact integer sums, fp32 softmax; fp16 or bf16 products for dense tokens.
     Reference: kvarn_hf/reference/attention.py
     """
-    if PDL:  # launched while the kernel before it ends, and lets the next one be
-        gdc_wait()
-        gdc_launch_dependents()
     unit, index = tl.program_id(0), tl.program_id(1)
     slices = tl.num_programs(1)
     if progress_ptr is not None:
@@ -730,7 +725,6 @@ def combine_kernel(
     ENTRIES_PAD: tl.constexpr,
     CHANNELS: tl.constexpr,
     SINKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """``out = (sum_s w_s o_s) / (sum_s w_s + exp(sink))``, with ``w_s = exp(lse_s)``.
 
@@ -739,9 +733,6 @@ def combine_kernel(
     Writes: out [batch, QUERIES, query heads, VALUE_DIM]; NaN if ``progress`` says that a token found no room.
     Reference: kvarn_hf/reference/attention.py
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     if progress_ptr is not None:
         count, dense_length = _lengths(progress_ptr, sink_length, TILE)
         _, _, dense_slices, skipped = _cut(slices, count, dense_length, BLOCK, WEIGHT)

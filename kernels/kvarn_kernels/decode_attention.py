@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 
 from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
-from kvarn_kernels.launch import on_device_of, padded, power_of_two, rotation_block, supports_dependent_launch
+from kvarn_kernels.launch import on_device_of, padded, power_of_two, rotation_block
 from kvarn_kernels.launch_table import Tuning, plan, programs_at_once, tuning_for
 
 LOG2E = 1.4426950408889634
@@ -281,7 +281,6 @@ class _Prepared:
         self.units = batch * kind.heads * self.blocks
         self.out_shape = (batch, queries, query_heads, value_dim)
         self.combine: dict[int, Any] = {}
-        dependent_launch = supports_dependent_launch(kind.device)
         self.split_constants = (
             queries,
             columns,
@@ -308,11 +307,9 @@ class _Prepared:
             _SPLIT_DTYPE,
             tuning.stages,
             tuning.dense_stages,
-            dependent_launch,
             _ASSEMBLY,
         )
         self._combine_constants = (queries, columns, cols, value_dim, value_pad, kind.tile, tuning.block, tuning.weight)
-        self._dependent_launch = dependent_launch
         self._has_sinks = kind.sinks_dtype is not None
         if not _ASSEMBLY:
             self.split = split_kernel
@@ -329,7 +326,6 @@ class _Prepared:
             *self.split_constants,
             grid=(1,),
             num_warps=tuning.warps,
-            launch_pdl=dependent_launch,
             **({} if tuning.registers is None else {"maxnreg": tuning.registers}),
         )
         self.split._init_handles()
@@ -341,7 +337,7 @@ class _Prepared:
 
     def combine_constants(self, padded_entries: int) -> tuple[int | bool, ...]:
         channels = self.combine_channels(padded_entries)
-        return (*self._combine_constants, padded_entries, channels, self._has_sinks, self._dependent_launch)
+        return (*self._combine_constants, padded_entries, channels, self._has_sinks)
 
     def prepare_combine(
         self,
@@ -364,7 +360,6 @@ class _Prepared:
                 *self.combine_constants(padded_entries),
                 grid=(1,),
                 num_warps=1 if padded_entries <= 8 else 4,
-                launch_pdl=self._dependent_launch,
             )
         self.combine[padded_entries] = combine
         return combine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import torch
 
@@ -28,9 +27,3 @@ def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     # Entering the context costs microseconds, and is needed only when another GPU is current.
     other = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if other else nullcontext()
-
-
-@cache
-def supports_dependent_launch(device: int | None) -> bool:
-    """Whether a kernel can be launched while the one before it still runs, and wait for its results: from sm_90 on."""
-    return device is not None and torch.cuda.get_device_capability(device) >= (9, 0)
