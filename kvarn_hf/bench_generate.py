@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.cache_utils import DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import StaticCache
 
 from kvarn_hf.cache import KVarNCache
+from kvarn_hf.evaluation.caches import cache_spec
 
 SHAPES = {
     "llama-3.1-8b": {
@@ -60,18 +61,6 @@ def _random_states(model: Any, batch: int, context: int) -> list[torch.Tensor]:
     return [torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)]
 
 
-def _turboquant(model: Any, length: int) -> Any:
-    from fused_turboquant.hf.fused_cache import patch_model
-
-    return patch_model(model, bits=4, verify=False)
-
-
-def _unpatch_turboquant(model: Any) -> None:
-    from fused_turboquant.hf.fused_cache import unpatch_model
-
-    unpatch_model(model)
-
-
 @dataclass(frozen=True)
 class Contestant:
     """A cache to time: how to make it for a context, fill it, and clean up, and the attention it runs with."""
@@ -81,19 +70,23 @@ class Contestant:
     fill: Callable[[Any, Any, int, int], None] = _fill
     release: Callable[[Any], None] = lambda model: None
 
+    @classmethod
+    def named(cls, name: str, **options: Any) -> Contestant:
+        """A cache of :mod:`kvarn_hf.evaluation.caches`."""
+        spec = cache_spec(name)
+        return cls(lambda model, length: spec.make(model), release=spec.release, **options)
+
 
 CONTESTANTS = {
-    "dynamic": Contestant(lambda model, length: DynamicCache(config=model.config)),
+    "dynamic": Contestant.named("dense"),
     "static": Contestant(lambda model, length: StaticCache(config=model.config, max_cache_len=length)),
-    "quanto-int4": Contestant(lambda model, length: QuantizedCache(backend="quanto", config=model.config, nbits=4)),
-    "hqq-int4": Contestant(
-        lambda model, length: QuantizedCache(backend="hqq", config=model.config, nbits=4, axis_key=1, axis_value=1)
-    ),
-    "fused-turboquant-4bit": Contestant(_turboquant, fill=_fill_turboquant, release=_unpatch_turboquant),
-    "kvarn": Contestant(lambda model, length: KVarNCache(model.config)),
+    "quanto-int4": Contestant.named("quanto-int4"),
+    "hqq-int4": Contestant.named("hqq-int4"),
+    "fused-turboquant-4bit": Contestant.named("fused-turboquant-4bit", fill=_fill_turboquant),
+    "kvarn": Contestant.named("kvarn_k4v2_g128"),
     "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), attention="kvarn"),
     "kvarn-dequantized": Contestant(lambda model, length: KVarNCache(model.config, fused=False)),
-    "kvarn-k2v2": Contestant(lambda model, length: KVarNCache(model.config, "kvarn_k2v2_g128")),
+    "kvarn-k2v2": Contestant.named("kvarn_k2v2_g128"),
     "kvarn-compiled": Contestant(lambda model, length: KVarNCache(model.config, max_cache_len=length)),
     "kvarn-attention-compiled": Contestant(
         lambda model, length: KVarNCache(model.config, max_cache_len=length), attention="kvarn"
