@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 
 from kvarn_hf import KVarNConfig
 from kvarn_hf.bench_generate import SHAPES
@@ -32,8 +32,9 @@ def method() -> Any:
     """Where a layer's tokens are, and one tile's way through the stages."""
     model, tokenizer = load_model(dtype="float32", device="cpu")
     ids = tokenizer(default_prompt(), return_tensors="pt").input_ids[:, :256]
-    with torch.inference_mode():
-        tile = model(ids, use_cache=True).past_key_values.layers[LAYER].keys[0, HEAD, 128:]
+    cache: Any = DynamicCache(config=model.config)
+    model.generate(ids, max_new_tokens=1, do_sample=False, past_key_values=cache)
+    tile = cache.layers[LAYER].keys[0, HEAD, 128:]
     config = KVarNConfig()
     prescale = key_prescale(tile)
     rotated = rotate(tile * prescale)

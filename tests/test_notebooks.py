@@ -183,7 +183,7 @@ found = {
         for method, runs in measured.items()
     },
     "shares": shares,
-    "lengths": {m: (norms / tiles.norm(dim=-1).flatten() - 1).abs().max().item() for m, norms in lengths.items()},
+    "lengths": {m: (norms / tiles.norm(dim=-1).flatten() - 1).abs().median().item() for m, norms in lengths.items()},
     "parts": [
         (part.magnitude + part.direction).sum().item() / (tiles - restored[m]).square().sum().item()
         for m, part in split.items()
@@ -208,7 +208,7 @@ found = {
         worst, *_, everything = found["shares"][method]
         assert worst > 1.5 * everything
     assert max(found["shares"]["kvarn"]) < 0.01
-    assert found["lengths"]["kvarn"] < 0.02 < found["lengths"]["rtn"]
+    assert found["lengths"]["kvarn"] < 0.2 * min(found["lengths"]["rtn"], found["lengths"]["published"])
     assert found["parts"] == pytest.approx([1, 1, 1], abs=1e-3)
 
 
