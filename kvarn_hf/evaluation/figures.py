@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -11,6 +12,10 @@ from typing import Any
 from kvarn_hf.plotting.style import dress, figure, series_style
 
 Record = dict[str, Any]
+_COMPARABLE = (
+    ("4-bit keys", r"_k4v2_g128$|-int4$|-4bit$"),
+    ("2-bit keys", r"_k2v2_g128$|-int2$"),
+)
 _DASHES = {"accumulated": "-", "static": "--"}
 
 
@@ -34,64 +39,83 @@ def write_figures(folder: Path) -> list[Path]:
     return written
 
 
+def _panels(records: list[Record]) -> list[tuple[str, list[str]]]:
+    """Caches that are comparable in size, few enough to tell apart; other widths are in the tables alone."""
+    caches = list(dict.fromkeys(r["cache"] for r in records))
+    panels = [(title, [c for c in caches if c == "dense" or re.search(names, c)]) for title, names in _COMPARABLE]
+    return [(title, chosen) for title, chosen in panels if set(chosen) - {"dense"}]
+
+
 def _accumulation(records: list[Record], model: str) -> Any:
     """Mean KL by position, accumulated and static, of the longest texts."""
     tokens = max(r["tokens"] for r in records)
-    chosen = [r for r in records if r["tokens"] == tokens]
-    drawn, ((axes,),) = figure(size=(7.5, 4.0))
-    for i, cache in enumerate(dict.fromkeys(r["cache"] for r in chosen)):
-        for history, dashes in _DASHES.items():
-            group = [r for r in chosen if (r["cache"], r["history"]) == (cache, history)]
-            if not group:
-                continue
-            values = [mean(column) for column in zip(*(r["by_position"] for r in group), strict=True)]
-            positions = [
-                group[0]["first_position"] + group[0]["position_width"] * (n + 0.5) for n in range(len(values))
-            ]
-            axes.plot(
-                positions, values, dashes, color=series_style(i).color, label=f"{cache}, {history}", linewidth=1.4
-            )
-    axes.set_yscale("log")
-    dress(axes, f"{model}: KL divergence by position", "position (tokens)", "mean KL (nats)", legend=True)
+    longest = [r for r in records if r["tokens"] == tokens]
+    panels = _panels(longest)
+    if not panels:
+        return None
+    drawn, (row,) = figure(1, len(panels), size=(5.2 * len(panels), 3.8), sharey=True)
+    for axes, (title, caches) in zip(row, panels, strict=True):
+        for i, cache in enumerate(caches):
+            style = series_style(i)
+            for history, dashes in _DASHES.items():
+                group = [r for r in longest if (r["cache"], r["history"]) == (cache, history)]
+                if not group:
+                    continue
+                values = [mean(column) for column in zip(*(r["by_position"] for r in group), strict=True)]
+                first, width = group[0]["first_position"], group[0]["position_width"]
+                positions = [first + width * (n + 0.5) for n in range(len(values))]
+                label = cache if history == "accumulated" else None
+                axes.plot(positions, values, dashes, color=style.color, marker=style.marker, markersize=3, label=label)
+        axes.set_yscale("log")
+        dress(axes, f"{model}, {title} (dashed: static)", "position (tokens)", "mean KL (nats)", legend=True)
     return drawn
 
 
 def _tensor(records: list[Record], model: str) -> Any:
     """Error of attention outputs and the magnitude share of the keys' worst errors, by layer."""
-    chosen = [r for r in records if r["history"] == "static"]
-    if not chosen:
+    tokens = max(r["tokens"] for r in records)
+    static = [r for r in records if r["history"] == "static" and r["tokens"] == tokens]
+    panels = _panels(static)
+    if not panels:
         return None
-    drawn, ((left, right),) = figure(1, 2, size=(10.0, 3.8))
-    for i, cache in enumerate(dict.fromkeys(r["cache"] for r in chosen)):
-        group, style = [r for r in chosen if r["cache"] == cache], series_style(i)
-        for axes, name in ((left, "attention_error"), (right, "key_worst_magnitude_share")):
-            values = [mean(column) for column in zip(*(r[name] for r in group), strict=True)]
-            axes.plot(
-                group[0]["layers"], values, color=style.color, linestyle=style.linestyle, label=cache, linewidth=1.2
-            )
-    left.set_yscale("log")
-    dress(left, f"{model}: attention output", "layer", "relative error")
-    dress(right, "keys: the 5 % largest errors", "layer", "magnitude share of the squared error", legend=True)
+    drawn, rows = figure(len(panels), 2, size=(10.0, 3.6 * len(panels)))
+    for (left, right), (title, caches) in zip(rows, panels, strict=True):
+        for i, cache in enumerate(caches):
+            group, style = [r for r in static if r["cache"] == cache], series_style(i)
+            for axes, name in ((left, "attention_error"), (right, "key_worst_magnitude_share")):
+                values = [mean(column) for column in zip(*(r[name] for r in group), strict=True)]
+                look: dict[str, Any] = {
+                    "color": style.color,
+                    "linestyle": style.linestyle,
+                    "marker": style.marker,
+                    "markersize": 3,
+                }
+                axes.plot(group[0]["layers"], values, label=cache, **look)
+        left.set_yscale("log")
+        dress(left, f"{model}, {title}: attention output", "layer", "relative error", legend=True)
+        dress(right, "keys: the 5 % largest errors", "layer", "magnitude share of the squared error")
     return drawn
 
 
 def _retrieval(records: list[Record], model: str) -> Any:
     """Share of lines found, by the number of lines."""
-    chosen = [r for r in records if r["task"] == "lines"]
-    if not chosen:
+    lines = [r for r in records if r["task"] == "lines"]
+    panels = _panels(lines)
+    if not panels:
         return None
-    drawn, ((axes,),) = figure(size=(7.0, 3.8))
-    for i, cache in enumerate(dict.fromkeys(r["cache"] for r in chosen)):
-        for history, dashes in _DASHES.items():
-            group = sorted(
-                (r for r in chosen if (r["cache"], r["history"]) == (cache, history)), key=lambda r: r["size"]
-            )
+    drawn, (row,) = figure(1, len(panels), size=(5.2 * len(panels), 3.6), sharey=True)
+    for axes, (title, caches) in zip(row, panels, strict=True):
+        for i, cache in enumerate(caches):
             style = series_style(i)
-            sizes, values = [r["size"] for r in group], [r["accuracy"] for r in group]
-            if group:
-                axes.plot(sizes, values, dashes, color=style.color, marker=style.marker, label=f"{cache}, {history}")
-    axes.set_ylim(-0.03, 1.03)
-    dress(axes, f"{model}: line retrieval", "lines", "share found", legend=True)
+            for history, dashes in _DASHES.items():
+                group = sorted(
+                    (r for r in lines if (r["cache"], r["history"]) == (cache, history)), key=lambda r: r["size"]
+                )
+                label = cache if history == "accumulated" else None
+                sizes, values = [r["size"] for r in group], [r["accuracy"] for r in group]
+                axes.plot(sizes, values, dashes, color=style.color, marker=style.marker, label=label)
+        axes.set_ylim(-0.03, 1.03)
+        dress(axes, f"{model}, {title} (dashed: static)", "lines", "share found", legend=True)
     return drawn
 
 
