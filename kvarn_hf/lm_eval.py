@@ -68,6 +68,7 @@ class KVarNLM(HFLM):
         self.block = block
         # How many requests quantized so many tiles.
         self.tiles: Counter[int] = Counter()
+        self._generated: list[int] = []
         super().__init__(pretrained=pretrained, **kwargs)
         if self.backend != "causal":
             raise ValueError(f"backend must be causal, got {self.backend!r}: a KV cache of a decoder is measured")
@@ -119,7 +120,7 @@ class KVarNLM(HFLM):
         return out
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        self._generated: list[int] = []
+        self._generated = []
         texts = super().generate_until(requests, disable_tqdm)
         self._report(self._generated)
         return texts

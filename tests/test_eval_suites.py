@@ -253,7 +253,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_competitor_that_fails_does_not_end_the_run(folder, texts, tmp_path, monkeypatch):
     from kvarn_hf.evaluation import caches
 
-    broken = caches.CacheSpec("broken", lambda model: 1 / 0, lambda head_dim: 4.0)
+    broken = caches.CacheSpec("broken", lambda model: 1 / 0, lambda head_dim: 4.0, package="torch")
     monkeypatch.setitem(caches._OTHERS, "broken", broken)
     options = {"caches": ["broken", CACHES[0]], "texts": texts[:1], "lengths": [600], "device": "cpu", "out": tmp_path}
     evaluate("pseudo-decode", [str(folder)], **options)

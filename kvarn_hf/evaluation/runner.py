@@ -76,7 +76,7 @@ class Run:
         try:
             yield
         except Exception as error:
-            if spec.kvarn is not None:
+            if spec.package is None:
                 raise
             reason = str(error).strip().splitlines()
             self.console.print(

@@ -10,7 +10,7 @@ from kvarn_hf.evaluation.caches import cache_spec
 from kvarn_hf.evaluation.runner import Run
 
 KEY = ("task", "cache", "metric", "limit", "dtype", "chat", "seed")
-# An offline run's tasks lie beside the results in a checkout of the repository.
+# The wheel does not carry it: without a checkout, only lm-eval's own tasks are there.
 TASK_FOLDER = Path(__file__).parents[2] / "eval" / "tasks"
 
 
@@ -42,7 +42,7 @@ def measure(
     data : Path, optional
         Folder of local data for the tasks of this repository; None: they come from the hub.
     task_folder : Path, optional
-        Folder of YAML files; None: ``eval/tasks`` of the checkout.
+        Folder of YAML files; None: ``eval/tasks`` of the checkout, if the package is used from one.
 
     Raises
     ------
@@ -80,7 +80,8 @@ def measure(
                     metadata: dict[str, Any] = {"tokenizer": tokenizer.name_or_path}
                     if data is not None:
                         metadata["data"] = str(data)
-                    manager = TaskManager(include_path=str(task_folder or TASK_FOLDER), metadata=metadata)
+                    folder = task_folder or TASK_FOLDER
+                    manager = TaskManager(include_path=str(folder) if folder.is_dir() else None, metadata=metadata)
                 line = None
                 with run.tolerating(spec):
                     adapter = KVarNLM(model, name, tokenizer=tokenizer, batch_size=batch)
