@@ -165,9 +165,12 @@ def _conclusions(found: Inspection, context: int) -> list[str]:
         layers = _list(layer.layer for layer in found.outlier_layers)
         text = f"Layers with outlier key channels, as a key bias makes them: {layers}."
         if varying:
-            text += f" They vary from token to token in {_list(varying)}; elsewhere a zero point takes them in."
+            text += f" They vary from token to token in {_list(varying)}"
+            text += "; elsewhere a zero point takes them in." if len(varying) < len(found.outlier_layers) else "."
             if found.config.method == "kvarn":
                 text += " The pre-scale damps them before the rotation."
+        else:
+            text += " They hardly vary from token to token: a zero point takes them in."
         lines.append(text)
     else:
         lines.append("No layer has outlier key channels.")

@@ -46,7 +46,8 @@ def heads(values: torch.Tensor, layers: Sequence[int], what: str) -> Figure:
     image = ax.imshow(values.T.float().numpy(), cmap=_HEAT, vmin=0, aspect="auto", interpolation="nearest")
     for cell in values.flatten().topk(min(3, values.numel())).indices.tolist():
         layer, head = divmod(cell, head_count)
-        ax.text(layer, head, "×", ha="center", va="center", color="white", fontsize=11, fontweight="bold")
+        color = "white" if values[layer, head] > values.max() / 2 else "black"
+        ax.text(layer, head, "×", ha="center", va="center", color=color, fontsize=11, fontweight="bold")
     step = 1 if count <= 40 else 4
     ax.set_xticks(range(0, count, step), [str(index) for index in layers[::step]])
     ax.set_yticks(range(head_count), [str(head) for head in range(head_count)])
