@@ -179,7 +179,7 @@ def trade_off(points: Sequence[Point], limit: float, suggested: str, skipping: s
     ax.axhline(limit, color=GREY, linestyle="--", linewidth=1.0)
     ax.text(1.0, limit, f"limit {limit:g}", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
     plain_log(ax)
-    ax.margins(x=0.12, y=0.14)
+    ax.margins(x=0.16, y=0.14)
     dress(ax, "", "KiB per token, dense layers at 16 bits", "KL divergence of the next token / nats")
     legend_above(ax, 2)
     return made
