@@ -228,6 +228,33 @@ class TestSameCache:
         with NoHost():
             cache.layers[0].log.observe(before, after)
 
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("preset", ["kvarn_k4v2_g64", "kvarn_k2v2_g64", "kvarn_k8v4_g64"])
+    def test_on_a_gpu_nothing_waits_and_figures_are_those_of_the_cpu(self, preset):
+        config = KVarNConfig.from_preset(preset, sink_length=16, residual_length=32)
+        keys, values = kv(16 + 64 * 6 + 32, dtype=torch.bfloat16)
+        keys[:, 1, :, 3] *= 30
+        keys[0, :, :100], values[0, :, :100] = keys[0, :, :1].clone(), values[0, :, :1].clone()  # left padding
+        cache = fed(keys[:, :, :300].cuda(), values[:, :, :300].cuda(), layers=1, config=config)
+        log = cache.layers[0].log
+        before = cache.layers[0].state.appended(keys[:, :, 300:].cuda(), values[:, :, 300:].cuda())
+        after = before.committed()
+        assert after.count == 6 > before.count
+        log.observe(before, after)  # the first time loads what it needs
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            log.observe(before, after)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        on_cpu = figures(fed(keys, values, layers=1, config=config))[0]
+        found = log.held(6)
+        names = ("relative_error", "magnitude_error", "direction_error", "worst_token_error")
+        names += ("imbalance_before", "imbalance_after", "prescale")
+        for name in names:
+            actual, expected = (f[..., FIGURES.index(name)] for f in (found, on_cpu))
+            torch.testing.assert_close(actual, expected, rtol=5e-2, atol=1e-3, equal_nan=True)
+
     def test_a_failed_update_loses_nothing(self, monkeypatch):
         keys, values = kv(300)
         cache = fed(keys, values)

@@ -69,7 +69,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     with torch.autocast(x.device.type, enabled=False):
         while stride < block:
             radix = min(_RADIX, block // stride)
-            matrix = hadamard(radix).to(device=x.device, dtype=x.dtype)
+            matrix = hadamard(radix).to(device=x.device, dtype=x.dtype, non_blocking=True)
             if stride == 1:
                 y = (y.reshape(-1, radix) @ matrix).reshape(y.shape)
             else:
