@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
-from kvarn_hf.lazy import is_lazy, reading_of
+from kvarn_hf.lazy import dense, reading_of
 
 NAME = "kvarn"
 
@@ -65,7 +65,7 @@ def kvarn_attention(
         out = reading.attend(query, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux)
         if out is not None:
             return out, None
-    key, value = (x.dense() if is_lazy(x) else x for x in (key, value))
+    key, value = (dense(x) for x in (key, value))
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -91,13 +91,12 @@ def kvarn_mask(
     One new token attends to all that is not padding, so the padding mask is the whole mask, and nothing has to look at
     its values to find that out.
     """
+    # With a static cache there are keys behind the newest token; only a padding mask that ends there hides them.
+    ends_here = attention_mask is not None and attention_mask.shape[-1] < kv_length
     if q_length == 1 and mask_function is causal_mask_function and local_size is None:
-        # Before a compiled step the host has nothing to do but wait, and a step without a mask is faster.
-        compiled = allow_is_causal_skip is False and not torch.compiler.is_compiling()
-        if compiled and attention_mask is not None and bool(attention_mask.all()):
-            return None
-        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        return None if padding is None else padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
+        if allow_is_causal_skip is not False or ends_here:
+            padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+            return None if padding is None else padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

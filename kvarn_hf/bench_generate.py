@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import StaticCache
 
+from kvarn_hf import bench_results
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.evaluation.caches import cache_spec
 
@@ -39,6 +41,9 @@ SHAPES = {
         "vocab_size": 512,
     },
 }
+
+
+_WARM_UP_TOKENS = 8
 
 
 def _fill(cache: Any, model: Any, batch: int, context: int) -> None:
@@ -129,11 +134,13 @@ def generate(
     caches: Sequence[str] = DEFAULT_CACHES,
     new_tokens: int = 64,
     device: str = "cuda",
+    out: str | Path | None = None,
 ) -> list[dict[str, Any]]:
     """Time decode steps of ``generate()`` with every cache, at every batch and context.
 
     The cache is filled with random keys and values, not by a prefill, so that a run takes minutes. Then ``generate()``
-    produces ``new_tokens`` tokens twice; the second time counts. Rows are printed as they come.
+    runs twice: for a few tokens, in which caches that compile do so, and for ``new_tokens``, which count. Rows are
+    printed, and written, as they come.
 
     Parameters
     ----------
@@ -147,6 +154,8 @@ def generate(
         Steps to time.
     device : str
         Where to run.
+    out : str or Path, optional
+        Folder for ``bench_generate.json`` and ``.md``.
 
     Returns
     -------
@@ -167,6 +176,8 @@ def generate(
                 for name in caches:
                     rows.append(_time(model, name, batch, context, new_tokens))
                     console.print(_line(rows[-1]))
+                    if out is not None:
+                        bench_results.save([asdict(row) for row in rows], "generate", out)
                     progress.advance(task)
     console.print(_table(rows, shape))
     return [asdict(row) for row in rows]
@@ -195,7 +206,7 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
         torch.cuda.reset_peak_memory_stats()
         steps: list[float] = []
         seconds = []
-        for _ in range(2):
+        for tokens in (_WARM_UP_TOKENS, new_tokens):
             length = int(cache.get_seq_length())
             ids = torch.randint(1, model.config.vocab_size, (batch, length + 1), device=model.device)
             torch.cuda.synchronize()
@@ -205,14 +216,15 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
                 ids,
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
-                max_new_tokens=new_tokens,
+                max_new_tokens=tokens,
                 do_sample=False,
                 stopping_criteria=[clock],
             )
             steps = clock.steps()
+            torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         peak = torch.cuda.max_memory_allocated() - base
-        warm_up = max(0.0, seconds[0] - seconds[1])
+        warm_up = max(0.0, seconds[0] - _WARM_UP_TOKENS * statistics.median(steps))
         return Timing(name, batch, context, 1e3 * statistics.median(steps), warm_up, held / 2**30, peak / 2**30)
     except Exception as error:  # a competitor that fails is a row of the table, not the end of the run
         return Timing(name, batch, context, None, None, None, None, f"{type(error).__name__}: {error}"[:200])

@@ -79,7 +79,7 @@ class KVarNCache(DynamicCache):
         self.fused = fused
         self.monitor = Monitor.of(monitor)
         self._latent_dims: tuple[int, int] | None = None
-        layers: list[Any] | None = None
+        layers: Any = None
         self.static_length = max_cache_len
         if max_cache_len is not None:
             _check_static(max_cache_len, config, self.monitor, fused)
@@ -101,7 +101,7 @@ class KVarNCache(DynamicCache):
                 skipped = index in self.skip_layers
                 if type(layer) is DynamicLayer:
                     return layer if skipped else self._new_layer()
-                if type(layer) is not StaticLayer:
+                if type(layer) is not StaticLayer or max_cache_len is None:
                     return layer
                 if skipped:
                     return StaticDenseLayer(max_cache_len)

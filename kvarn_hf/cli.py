@@ -222,13 +222,16 @@ def bench_generate(
     context: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; can be repeated.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows; can be repeated.")] = None,
     shape: Annotated[str, typer.Option(help="The model's shape: llama-3.1-8b or tiny.")] = "llama-3.1-8b",
+    cache: Annotated[list[str] | None, typer.Option(help="Caches, see CONTESTANTS; can be repeated.")] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Steps to time.")] = 64,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench_generate.json and .md.")] = None,
 ) -> None:
     """Time decode steps of generate() with several caches, on random weights."""
     _require_gpu("generate")
-    from kvarn_hf.bench_generate import generate
+    from kvarn_hf.bench_generate import DEFAULT_CACHES, generate
 
-    _measure(lambda: generate(shape, context or (2048, 8192, 32768), batch or (1, 8), new_tokens=new_tokens))
+    contexts, batches = context or (2048, 8192, 32768), batch or (1, 8)
+    _measure(lambda: generate(shape, contexts, batches, cache or DEFAULT_CACHES, new_tokens=new_tokens, out=out))
 
 
 def _require_gpu(command: str) -> None:

@@ -92,19 +92,19 @@ class LazyStates(torch.Tensor):
     heads by indexing, expanding and reshaping, and none of these needs data.
     """
 
-    reading: Reading
+    reading: Any  # a Reading, or a static layer's
     is_value: bool
     repeats: int
     grouped: bool
     _copy: torch.Tensor | None = None
 
     @staticmethod
-    def pair(reading: Reading) -> tuple[LazyStates, LazyStates]:
+    def pair(reading: Any) -> tuple[LazyStates, LazyStates]:
         """Keys and values of one reading."""
         return LazyStates._make(reading, False), LazyStates._make(reading, True)
 
     @staticmethod
-    def _make(reading: Reading, is_value: bool, repeats: int = 1, grouped: bool = False) -> LazyStates:
+    def _make(reading: Any, is_value: bool, repeats: int = 1, grouped: bool = False) -> LazyStates:
         batch, heads, length, head_dim = reading.shape(is_value)
         groups = (heads, repeats) if grouped else (heads * repeats,)
         lazy = torch.Tensor._make_wrapper_subclass(
@@ -169,6 +169,11 @@ class LazyStates(torch.Tensor):
 def is_lazy(states: Any) -> bool:
     """Whether these are keys or values without data: :class:`LazyStates`, or what stands for them in compiled code."""
     return hasattr(states, "reading")
+
+
+def dense(states: Any) -> torch.Tensor:
+    """Keys or values as a plain tensor."""
+    return states.dense() if is_lazy(states) else states
 
 
 def reading_of(key: Any, value: Any) -> Any:

@@ -50,7 +50,8 @@ class Layout(NamedTuple):
         """For keys and values like the ones given, and at most ``most`` tokens."""
         dense = config.sink_length + config.residual_length + config.tile_size
         return cls(
-            *keys.shape[:2],
+            keys.shape[0],
+            keys.shape[1],
             keys.shape[3],
             values.shape[3],
             most,
@@ -171,15 +172,9 @@ def put(state: LayerState, storage: torch.Tensor, layout: Layout, dtype: torch.d
 
 def padding_of(state: LayerState) -> LeftPadding | None:
     """The left padding of a state, also while nothing is packed; None for a single row."""
-    if state.padding is not None or state.dense.key_buffer.shape[0] == 1 or state.length == 0:
+    if state.count or state.dense.key_buffer.shape[0] == 1 or state.length == 0:
         return state.padding
     return LeftPadding.begin(state.dense.keys, state.dense.values).scanned_to(state)
-
-
-def _padding(v: Views, layout: Layout, count: torch.Tensor | None = None) -> tuple[torch.Tensor, ...] | None:
-    if not layout.padded:
-        return None
-    return (v.pad if count is None else v.pad * (count > 0)), v.run_key, v.run_value
 
 
 @torch.library.custom_op("kvarn_hf::advance", mutates_args=("progress",))
@@ -265,11 +260,9 @@ def attend(
         length, count, _, full = progress[row].tolist()
         state = state_of(storage, shape, query.dtype, length, count)
         mask = None if mask is None else mask[..., :length]
-        if state.count:
-            out = ops.attend(state, query, mask, scaling=scaling, softcap=softcap or None, sinks=sinks)
-            assert out is not None  # a CPU takes every state that holds a tile
-        else:
-            out = _exact(query, state.dense.keys, state.dense.values, mask, sinks, scaling, softcap)
+        out = ops.attend(state, query, mask, scaling=scaling, softcap=softcap or None, sinks=sinks)
+        if out is None:
+            out = _exact(query, *ops.dense(state), mask, sinks, scaling, softcap)
         return out.fill_(torch.nan) if full else out
     from kvarn_kernels.decode_attention import decode_attention, supported
 
@@ -282,7 +275,7 @@ def attend(
             None,
             v.dense_keys,
             v.dense_values,
-            _padding(v, shape),
+            (v.pad, v.run_key, v.run_value) if shape.padded else None,
             mask,
             progress[row],
             count=shape.tiles,

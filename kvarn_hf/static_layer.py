@@ -77,6 +77,7 @@ class StaticKVarNLayer(KVarNLayer):
         self.layout: Any = None
         self.home = ""
         self.holds_tokens = False
+        self.sure_room = 0  # for so many steps more there is room, and maybe for others
         super().__init__(config, latent_dims)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -96,7 +97,7 @@ class StaticKVarNLayer(KVarNLayer):
     @state.setter
     def state(self, state: LayerState | None) -> None:
         if state is None:
-            self.holds_tokens = False
+            self.holds_tokens, self.sure_room = False, 0
             if self.progress is not None:
                 self.progress[self.row] = 0
             return
@@ -115,7 +116,7 @@ class StaticKVarNLayer(KVarNLayer):
         self.layout = layout
         static.put(state, self.storage, layout, keys.dtype)
         self.progress[self.row] = torch.tensor([state.length, state.count, 0, 0])
-        self.holds_tokens = True
+        self.holds_tokens, self.sure_room = True, 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, lazy: bool = False, **kwargs: Any
@@ -165,9 +166,16 @@ class StaticKVarNLayer(KVarNLayer):
         """
         if torch.compiler.is_compiling():
             return self.max_cache_len, 0
-        length = int(self.get_seq_length()) + query_length
-        self._check_room(length)
-        return (self.max_cache_len if self.steps(query_length) else length), 0
+        if not self.steps(query_length):
+            length = int(self.get_seq_length()) + query_length
+            self._check_room(length)
+            return length, 0
+        # Asking the device how long it is, before every step, would cost more than counting steps.
+        if self.sure_room < 1:
+            self.sure_room = self.max_cache_len - int(self.get_seq_length())
+            self._check_room(self.max_cache_len + 1 - self.sure_room)
+        self.sure_room -= 1
+        return self.max_cache_len, 0
 
     def get_max_length(self) -> int:
         """Tokens there is room for."""

@@ -19,7 +19,7 @@ SMALL = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
 
 @cache
 def model(name: str, attention: str):
-    on_gpu = copy.deepcopy(tiny.model(name)).to("cuda", torch.bfloat16)
+    on_gpu = copy.deepcopy(tiny.model(name)).to("cuda", torch.float16)
     on_gpu.set_attn_implementation(attention)
     return on_gpu
 

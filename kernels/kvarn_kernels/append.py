@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvarn_kernels.arithmetic import clamp, exponent_of, power_of_two
-from kvarn_kernels.launch import on_device_of, padded
+from kvarn_kernels.arithmetic import clamp, exponent_of
+from kvarn_kernels.arithmetic import power_of_two as two_to_the
+from kvarn_kernels.launch import launch, padded, power_of_two
 from kvarn_kernels.quantize import (
     counted_tokens,
     quantize_key_tile,
@@ -44,14 +45,14 @@ def advance_kernel(
     tl.store(at, tl.where(room, length + 1, length), mask=inside)
     tl.store(at + 1, tl.where(room, ready, count), mask=inside)
     tl.store(at + 2, tl.where(room, ready - count, 0), mask=inside)
-    tl.store(at + 3, tl.where(room, 0, 1).to(tl.int64), mask=inside)
+    tl.store(at + 3, 1 - room.to(tl.int64), mask=inside)
 
 
 @triton.jit
 def _kth_smallest(x, K: tl.constexpr):
     """The K-th smallest, from 0, of numbers that are not negative: their bits are ordered as they are."""
     bits = x.to(tl.int32, bitcast=True)
-    found = 0
+    found = tl.zeros([], tl.int32)
     for i in range(31):
         candidate = found | (1 << (30 - i))
         found = tl.where(tl.sum((bits < candidate).to(tl.int32), 0) <= K, candidate, found)
@@ -70,7 +71,7 @@ def _store_prescale(x_ptr, token_offset, prescale_ptr, DIM: tl.constexpr, DIM_PA
     bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)
     broken = bits >= _INFINITY_BITS
     largest = tl.max(tl.where(broken, 0, bits), 0).to(tl.float32, bitcast=True)
-    x = tl.where(broken[None, :], 0.0, x) * power_of_two(-exponent_of(largest))
+    x = tl.where(broken[None, :], 0.0, x) * two_to_the(-exponent_of(largest))
     x -= (tl.sum(x, 1) / TOKENS)[:, None]
     deviation = tl.sqrt_rn(tl.sum(x * x, 1) / TOKENS)
     median = _kth_smallest(tl.where(d < DIM, deviation, float("inf")), (DIM - 1) // 2)
@@ -129,7 +130,7 @@ def _write(x_ptr, new_ptr, index, stride_d, DIM: tl.constexpr, DIM_PADDED: tl.co
     tl.store(x_ptr + index * DIM + d, new, mask=d < DIM)
 
 
-@triton.jit(do_not_specialize=["capacity", "dense_capacity"])
+@triton.jit
 def append_kernel(
     progress_ptr,
     new_key_ptr,
@@ -305,10 +306,8 @@ def advance(progress: torch.Tensor, *, most: int, sink_length: int, residual_len
         Of the cache.
     """
     layers = progress.shape[0]
-    with on_device_of(progress):
-        advance_kernel[(1,)](
-            progress, layers, most, sink_length, residual_length, tile_size, triton.next_power_of_2(layers), num_warps=1
-        )
+    numbers = layers, most, sink_length, residual_length
+    launch(advance_kernel, (1,), (progress,), numbers, (), (tile_size, power_of_two(layers)), num_warps=1)
 
 
 def append(
@@ -350,28 +349,21 @@ def append(
     """
     batch, heads, _, key_dim = keys.shape
     value_dim, size = values.shape[3], key_arena[2].shape[-1]
-    with on_device_of(keys):
-        append_kernel[(2 * batch * heads,)](
-            progress,
-            keys,
-            values,
-            dense_keys,
-            dense_values,
-            prescale,
-            pad,
-            *key_arena,
-            *value_arena,
-            keys.stride(0),
-            keys.stride(1),
-            keys.stride(3),
-            values.stride(0),
-            values.stride(1),
-            values.stride(3),
+    launch(
+        append_kernel,
+        (2 * batch * heads,),
+        (progress, keys, values, dense_keys, dense_values, prescale, pad, *key_arena, *value_arena),
+        (
+            *(keys.stride(i) for i in (0, 1, 3)),
+            *(values.stride(i) for i in (0, 1, 3)),
             heads,
             key_arena[0].shape[2],
             dense_keys.shape[2],
             sink_length,
             residual_length,
+        ),
+        (),
+        (
             size,
             *shape_constants(key_dim, key_bits, method),
             *shape_constants(value_dim, value_bits, method),
@@ -379,6 +371,7 @@ def append(
             iterations,
             pad is not None,
             not keys.is_cuda,
-            num_warps=warps_for(size * padded(max(key_dim, value_dim))),
-            num_stages=1,
-        )
+        ),
+        num_warps=warps_for(size * padded(max(key_dim, value_dim))),
+        num_stages=1,
+    )

@@ -27,6 +27,17 @@ def _lengths(progress_ptr, sink_length, TILE: tl.constexpr):
 
 
 @triton.jit
+def _fetch(ptr, start, end, BYTES: tl.constexpr):
+    """Bring ``BYTES`` bytes from ``start`` on, but none from ``end`` on, from memory into the L2 cache."""
+    LINES: tl.constexpr = triton.next_power_of_2((BYTES + 127) // 128)
+    at = start + tl.arange(0, LINES) * 128
+    address = ptr.to(tl.int64) + tl.maximum(tl.minimum(at, end - 1), 0)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _queries(first, h, COLS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
     """Which query head and which of the new tokens each column is, and whether there is one."""
     column = first + tl.arange(0, COLS)
@@ -62,7 +73,13 @@ def _bias(
         score = tl.where(position[:, None] <= query_position[None, :], score, float("-inf"))
     if WINDOW:
         score = tl.where(position[:, None] > (query_position - window)[None, :], score, float("-inf"))
-    if MASK > 0:
+    if MASK > 2:  # the same for all columns
+        mask = tl.load(mask_ptr + position, mask=position < length, other=0)
+        if MASK == 3:
+            score = tl.where((mask != 0)[:, None], score, float("-inf"))
+        else:
+            score += (mask.to(tl.float32) * 1.4426950408889634)[:, None]
+    elif MASK > 0:
         where = mask_ptr + (head * stride_m_h + token * stride_m_q)[None, :] + position[:, None]
         known = column_ok[None, :] & (position < length)[:, None]
         if MASK == 1:
@@ -550,6 +567,7 @@ def split_kernel(
     SPLIT_DTYPE: tl.constexpr,
     STAGES: tl.constexpr,
     DENSE_STAGES: tl.constexpr,
+    FETCHED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One slice of one KV head's tokens, for ``COLS`` of its query heads x query tokens.
@@ -641,6 +659,11 @@ def split_kernel(
     if index >= skipped:
         part += dense_slices + index - skipped
         column_ok, head, token = _queries(block * COLS, h, COLS, COLUMNS, QUERIES)
+        if FETCHED > 0 and ASM:  # on their way while the query is rotated
+            KEY_BYTES: tl.constexpr = TILE * KEY_DIM * KEY_BITS // 8
+            VALUE_BYTES: tl.constexpr = TILE * VALUE_DIM * VALUE_BITS // 8
+            _fetch(kc_ptr + tile * KEY_BYTES, first * KEY_BYTES, last * KEY_BYTES, FETCHED * KEY_BYTES)
+            _fetch(vc_ptr + tile * VALUE_BYTES, first * VALUE_BYTES, last * VALUE_BYTES, FETCHED * VALUE_BYTES)
         q = _rotated_query(
             q_ptr,
             head * stride_q_h + token * stride_q_q,

@@ -147,6 +147,7 @@ def decode_attention(
         mask_kind = 1 if mask.dtype == torch.bool else 2
         mask_strides = [0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3)]
         mask = mask.view(torch.uint8) if mask_kind == 1 else mask
+        mask_kind += 2 if mask.shape[1] == mask.shape[2] == 1 else 0
     arrays: tuple[torch.Tensor | None, ...] = (
         *(query, *key_arena, *value_arena, prescale, rows, dense_keys, dense_values),
         *((None, None, None) if padding is None else padding),
@@ -307,6 +308,7 @@ class _Prepared:
             _SPLIT_DTYPE,
             tuning.stages,
             tuning.dense_stages,
+            tuning.fetched,
             _ASSEMBLY,
         )
         self._combine_constants = (queries, columns, cols, value_dim, value_pad, kind.tile, tuning.block, tuning.weight)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvarn_kernels.arithmetic import centre, exponent_of, power_of_two, reciprocal
-from kvarn_kernels.launch import on_device_of, padded, rotation_block
+from kvarn_kernels.launch import launch, padded, rotation_block
 
 # Channels to a program, at most: more would not fit the registers of one warp.
 _CHANNELS = 128
@@ -785,40 +785,25 @@ def dequantize_tiles(
     if batch * heads * blocks == 0:
         return keys, values
     pad, run_key, run_value = (None, None, None) if padding is None else (t.contiguous() for t in padding)
-    with on_device_of(dense_keys):
-        dequantize_kernel[(batch * heads * blocks * parts,)](
-            *key_arena,
-            *value_arena,
+    launch(
+        dequantize_kernel,
+        (batch * heads * blocks * parts,),
+        (
+            *(*key_arena, *value_arena),
             None if prescale is None else prescale.contiguous(),
-            rows,
-            dense_keys,
-            dense_values,
-            pad,
-            run_key,
-            run_value,
-            keys,
-            values,
-            *dense_keys.stride(),
-            *dense_values.stride(),
-            heads,
-            count,
-            key_arena[0].shape[2],
-            dense_length,
-            sink_length,
-            blocks,
+            *(rows, dense_keys, dense_values, pad, run_key, run_value, keys, values),
+        ),
+        (*dense_keys.stride(), *dense_values.stride(), heads),
+        (count, key_arena[0].shape[2], dense_length, sink_length, blocks),
+        (
             size,
             _PIECES,
-            key_dim,
-            key_outer,
-            rotation_block(key_dim),
-            key_bits,
-            value_dim,
-            value_outer,
-            rotation_block(value_dim),
-            value_bits,
+            *(key_dim, key_outer, rotation_block(key_dim), key_bits),
+            *(value_dim, value_outer, rotation_block(value_dim), value_bits),
             rotated,
             not dense_keys.is_cuda,
-            num_warps=1,
-            num_stages=1,
-        )
+        ),
+        num_warps=1,
+        num_stages=1,
+    )
     return keys, values

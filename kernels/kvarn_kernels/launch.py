@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -27,3 +29,61 @@ def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     # Entering the context costs microseconds, and is needed only when another GPU is current.
     other = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if other else nullcontext()
+
+
+# Compiled kernels by all that they were compiled for.
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+_MOST_COMPILED = 1024  # strides and alignments differ
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arrays: Sequence[torch.Tensor | None],
+    numbers: tuple[int, ...],
+    varying: tuple[int, ...],
+    constants: tuple[Any, ...],
+    **options: Any,
+) -> None:
+    """Launch a Triton kernel on the GPU of its first array; Triton's own look-up takes several times as long.
+
+    Parameters
+    ----------
+    kernel : triton.JITFunction
+        Takes ``arrays``, ``numbers``, ``varying`` and ``constants``, in this order.
+    grid : tuple of int
+        Programs.
+    arrays : sequence of torch.Tensor or None
+        Pointers.
+    numbers : tuple of int
+        What it is compiled for: Triton looks whether they are 1 or divisible by 16.
+    varying : tuple of int
+        Those for which it is not, below 2**31; the kernel names them in ``do_not_specialize``.
+    constants : tuple
+        The ``constexpr`` arguments.
+    options
+        num_warps, num_stages, maxnreg.
+    """
+    first: Any = arrays[0]
+    if not first.is_cuda:  # interpreted
+        kernel[grid](*arrays, *numbers, *varying, *constants, **options)
+        return
+    addresses = tuple([0 if x is None else x.data_ptr() for x in arrays])
+    key = (
+        kernel,
+        first.device.index,
+        tuple([None if x is None else (x.dtype, address & 15) for x, address in zip(arrays, addresses, strict=True)]),
+        numbers,
+        constants,
+        *options.values(),
+    )
+    with on_device_of(first):
+        compiled = _COMPILED.get(key)
+        if compiled is None:
+            if len(_COMPILED) >= _MOST_COMPILED:
+                _COMPILED.clear()
+            unspecialized = (2,) * len(varying)
+            compiled = kernel.warmup(*arrays, *numbers, *unspecialized, *constants, grid=(1,), **options)
+            _COMPILED[key] = compiled
+        # Compiled kernels take addresses.
+        compiled[(*grid, 1, 1)[:3]](*addresses, *numbers, *varying, *constants)

@@ -19,6 +19,7 @@ class Tuning(NamedTuple):
     warps, stages : of every program
     registers : the most a thread may use; None leaves it to the compiler
     dense_stages : of the loop over dense tokens
+    fetched : tiles that are fetched into the L2 cache while the query is rotated
     """
 
     block: int
@@ -27,6 +28,7 @@ class Tuning(NamedTuple):
     stages: int
     registers: int | None
     dense_stages: int
+    fetched: int = 0
 
 
 class Cut(NamedTuple):

@@ -20,7 +20,7 @@ from kvarn_kernels.arithmetic import (
     power_of_two,
     reciprocal,
 )
-from kvarn_kernels.launch import on_device_of, padded, rotation_block
+from kvarn_kernels.launch import launch, padded, rotation_block
 from kvarn_kernels.normalize import variance_normalize, variance_normalize_published
 from kvarn_kernels.packing import store_key_codes, store_value_codes
 from kvarn_kernels.rotation import hadamard_signs, split
@@ -570,31 +570,23 @@ def quantize_tiles(
     tiles = tokens // size
     if batch * heads * tiles == 0:
         return
-    interpreted = not keys.is_cuda
-    with on_device_of(keys):
-        quantize_kernel[(2 * batch * heads * tiles,)](
-            keys,
-            values,
-            None if prescale is None else prescale.contiguous(),
-            first,
-            *key_arena,
-            *value_arena,
-            *keys.stride(),
-            *values.stride(),
-            heads,
-            tiles,
-            key_arena[0].shape[2],
-            slot,
-            position,
+    launch(
+        quantize_kernel,
+        (2 * batch * heads * tiles,),
+        (keys, values, None if prescale is None else prescale.contiguous(), first, *key_arena, *value_arena),
+        (*keys.stride(), *values.stride(), heads),
+        (tiles, key_arena[0].shape[2], slot, position),
+        (
             size,
             *shape_constants(key_dim, key_bits, method),
             *shape_constants(value_dim, value_bits, method),
             method,
             iterations,
-            interpreted,
-            num_warps=warps_for(size * padded(max(key_dim, value_dim))),
-            num_stages=1,
-        )
+            not keys.is_cuda,
+        ),
+        num_warps=warps_for(size * padded(max(key_dim, value_dim))),
+        num_stages=1,
+    )
 
 
 @cache

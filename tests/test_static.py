@@ -1,0 +1,257 @@
+"""``KVarNCache(max_cache_len=N)``: what it holds, says and refuses, eagerly and compiled."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from kvarn_hf import KVarNCache, KVarNConfig
+from tests import models_tiny as tiny
+from tests import test_generate as modes
+
+SMALL = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
+
+
+def generate(model, cache, ids, new, mask=None):
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **{tiny.CACHE_NAME: cache},
+    )
+
+
+def with_attention(name, attention):
+    model = copy.deepcopy(tiny.model(name))
+    model.set_attn_implementation(attention)
+    return model
+
+
+def assert_same(run, expected, exact=True):
+    assert torch.equal(run.sequences, expected.sequences)
+    logits, other = torch.stack(run.logits), torch.stack(expected.logits)
+    assert torch.equal(logits, other) if exact else torch.allclose(logits, other, atol=1e-2)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvarn", "eager"])
+@pytest.mark.parametrize("length", [1, 20, 190])
+def test_the_same_as_a_cache_that_grows(attention, length):
+    model = with_attention("llama", attention)
+    ids = tiny.prompt(1, length)
+    cache, plain = KVarNCache(model.config, SMALL, max_cache_len=length + 150), KVarNCache(model.config, SMALL)
+    assert_same(generate(model, cache, ids, 150), generate(model, plain, ids, 150), exact=attention != "eager")
+    assert cache.is_compileable and not plain.is_compileable
+    assert int(cache.get_seq_length()) == length + 149
+    for layer, other in zip(cache.layers, plain.layers, strict=True):
+        assert layer.state.count == other.state.count
+        if attention != "eager":  # sums over more keys are other sums
+            assert torch.equal(layer.keys, other.keys)
+            assert torch.equal(layer.values, other.values)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gpt2", "gpt_neox", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_every_kind_of_model(name):
+    model = with_attention(name, "kvarn")
+    ids = tiny.prompt(1, 100)
+    run = generate(model, KVarNCache(model.config, SMALL, max_cache_len=200), ids, 60)
+    expected = generate(model, KVarNCache(model.config, SMALL), ids, 60)
+    assert_same(run, expected, exact=False)
+
+
+def test_left_padding():
+    model = tiny.model("llama")
+    batch = tiny.left_padded([190, 60, 10])
+    inputs = batch["input_ids"], 150, batch["attention_mask"]
+    cache = KVarNCache(model.config, SMALL, max_cache_len=400)
+    assert_same(generate(model, cache, *inputs), generate(model, KVarNCache(model.config, SMALL), *inputs))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvarn", "eager"])
+def test_compiled_once_for_all_flushes_and_prompts(attention):
+    model = with_attention("llama", attention)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    cache, plain = KVarNCache(model.config, SMALL, max_cache_len=400), KVarNCache(model.config, SMALL)
+    with torch.no_grad():
+        for length in (30, 190):
+            tokens = []
+            for held in (cache, plain):
+                held.reset()
+                tokens.append(tiny.forward(model, tiny.prompt(1, length), held)[:, -1:].argmax(-1))
+            token = tokens[0]
+            assert torch.equal(*tokens)
+            for _ in range(140):
+                logits = compiled(input_ids=token, **{tiny.CACHE_NAME: cache}).logits
+                expected = tiny.forward(model, token, plain)
+                assert torch.allclose(logits, expected, atol=5e-2 if attention == "eager" else 1e-4)
+                token = expected[:, -1:].argmax(-1)
+            assert cache.report()["tiles"] == plain.report()["tiles"] >= 2
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_turns_and_chunks():
+    model = tiny.model("llama")
+    ids = tiny.prompt(1, 300)
+    cache, plain = KVarNCache(model.config, SMALL, max_cache_len=500), KVarNCache(model.config, SMALL)
+    with torch.no_grad():
+        for part in ids.split([100, 1, 1, 90, 2, 1, 105], 1):
+            logits = tiny.forward(model, part, cache)
+            assert torch.allclose(logits, tiny.forward(model, part, plain), atol=1e-5)
+    for layer, other in zip(cache.layers, plain.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys)
+
+
+@pytest.mark.parametrize("mode", [modes.prefix_copy, modes.multi_turn, modes.prompt_lookup, modes.assisted])
+def test_modes(mode):
+    model = tiny.model("llama")
+    torch.manual_seed(0)
+    run = mode(model, lambda: KVarNCache(model.config, SMALL, max_cache_len=300), 190, 20)
+    torch.manual_seed(0)
+    expected = mode(model, lambda: KVarNCache(model.config, SMALL), 190, 20)
+    assert torch.equal(run.tokens, expected.tokens)
+
+
+def filled(length=200, **options):
+    model = tiny.model("llama")
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300, **options)
+    with torch.no_grad():
+        tiny.forward(model, tiny.prompt(2, length), cache)
+        tiny.forward(model, tiny.prompt(2, 1), cache)
+    return model, cache
+
+
+def contents(cache):
+    return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+
+
+def assert_holds(cache, expected):
+    for (keys, values), (other_keys, other_values) in zip(contents(cache), expected, strict=True):
+        assert torch.equal(keys, other_keys)
+        assert torch.equal(values, other_values)
+
+
+def test_copies_are_independent():
+    model, cache = filled()
+    held = contents(cache)
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        with torch.no_grad():
+            for _ in range(80):
+                tiny.forward(model, tiny.prompt(2, 1), copied)
+        assert int(copied.get_seq_length()) == 281
+        assert_holds(cache, held)
+        assert int(cache.get_seq_length()) == 201
+
+
+def test_rows_move_together():
+    _, cache = filled()
+    held = contents(cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert_holds(cache, [(k.flip(0), v.flip(0)) for k, v in held])
+    cache.batch_select_indices(torch.tensor([1]))
+    assert_holds(cache, [(k[:1], v[:1]) for k, v in held])
+    cache.batch_repeat_interleave(3)
+    assert_holds(cache, [(k[:1].expand(3, -1, -1, -1), v[:1].expand(3, -1, -1, -1)) for k, v in held])
+
+
+def test_crop():
+    _, cache = filled()
+    held = contents(cache)
+    cache.crop(-5)
+    assert int(cache.get_seq_length()) == 196
+    assert_holds(cache, [(k[:, :, :196], v[:, :, :196]) for k, v in held])
+    with pytest.raises(ValueError, match="packed tile"):
+        cache.crop(100)
+    cache.crop(6)
+    assert_holds(cache, [(k[:, :, :6], v[:, :, :6]) for k, v in held])
+
+
+def test_saved_and_loaded_as_a_cache_that_grows(tmp_path):
+    _, cache = filled()
+    cache.save(tmp_path / "cache.safetensors")
+    assert_holds(KVarNCache.load(tmp_path / "cache.safetensors"), contents(cache))
+
+
+def test_no_room_is_one_clear_error_and_loses_nothing():
+    model, cache = filled()
+    held = contents(cache)
+    with pytest.raises(ValueError, match=r"max_cache_len must be .* got 300 for 301 tokens"), torch.no_grad():
+        tiny.forward(model, tiny.prompt(2, 100), cache)
+    assert_holds(cache, held)
+    ids = torch.cat([tiny.prompt(2, 201), tiny.prompt(2, 1)], 1)
+    with pytest.raises(ValueError, match="max_cache_len must be"):
+        generate(model, cache, ids, 110)
+    assert int(cache.get_seq_length()) == 300
+    assert_holds(cache, [(k, v) for k, v in contents(cache)])
+    for (keys, _), (other, _) in zip(contents(cache), held, strict=True):
+        # What was dense then may be packed now; what was packed is as it was.
+        assert torch.equal(keys[:, :, :136], other[:, :, :136])
+
+
+def test_a_failed_prefill_loses_nothing(monkeypatch):
+    model, cache = filled(100)
+    held = contents(cache)
+
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(type(cache.layers[1].state), "appended", fail)
+    with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+        tiny.forward(model, tiny.prompt(2, 80), cache)
+    monkeypatch.undo()
+    assert_holds(cache, held)
+
+
+def test_memory_is_allocated_once():
+    model = tiny.model("llama")
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300)
+    assert cache.memory_footprint() == 0
+    with torch.no_grad():
+        tiny.forward(model, tiny.prompt(1, 10), cache)
+        held, addresses = cache.memory_footprint(), [layer.storage.data_ptr() for layer in cache.layers]
+        for _ in range(250):
+            tiny.forward(model, tiny.prompt(1, 1), cache)
+        cache.reset()
+        tiny.forward(model, tiny.prompt(1, 200), cache)
+    assert cache.memory_footprint() == held == sum(layer.storage.nbytes for layer in cache.layers)
+    assert addresses == [layer.storage.data_ptr() for layer in cache.layers]
+
+
+def test_early_initialization():
+    model = tiny.model("llama")
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300)
+    heads, dim = model.config.num_key_value_heads, model.config.hidden_size // model.config.num_attention_heads
+    cache.early_initialization(1, heads, dim, torch.float32, torch.device("cpu"))
+    assert cache.memory_footprint() > 0 and int(cache.get_seq_length()) == 0
+    ids = tiny.prompt(1, 20)
+    assert_same(generate(model, cache, ids, 80), generate(model, KVarNCache(model.config, SMALL), ids, 80))
+
+
+def test_layers_that_stay_dense():
+    model = tiny.model("llama")
+    ids = tiny.prompt(1, 190)
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300, skip_layers=[0])
+    expected = generate(model, KVarNCache(model.config, SMALL, skip_layers=[0]), ids, 60)
+    assert_same(generate(model, cache, ids, 60), expected, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_cache_len": 0}, "max_cache_len must be a positive integer or None, got 0"),
+        ({"max_cache_len": 2.5}, "max_cache_len must be a positive integer or None, got 2.5"),
+        ({"max_cache_len": 100, "config": None}, "max_cache_len needs the model's config"),
+        ({"max_cache_len": 100, "fused": False}, "fused must be True with max_cache_len"),
+        ({"max_cache_len": 100, "monitor": True}, "monitor must be False with max_cache_len"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        KVarNCache(**{"config": tiny.model("llama").config, **arguments})
