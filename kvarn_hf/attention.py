@@ -93,10 +93,10 @@ def kvarn_mask(
     """
     # With a static cache there are keys behind the newest token; only a padding mask that ends there hides them.
     ends_here = attention_mask is not None and attention_mask.shape[-1] < kv_length
-    if q_length == 1 and mask_function is causal_mask_function and local_size is None:
-        if allow_is_causal_skip is not False or ends_here:
-            padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-            return None if padding is None else padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
+    plain = q_length == 1 and mask_function is causal_mask_function and local_size is None
+    if plain and (allow_is_causal_skip is not False or ends_here):
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        return None if padding is None else padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
