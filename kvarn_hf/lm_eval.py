@@ -83,10 +83,7 @@ class KVarNLM(HFLM):
         lengths = block_lengths(tokens, self.block)
         if not self.spec.reads_in_blocks:
             lengths = block_lengths(tokens, 1, first=self.block)
-        autocast = torch.autocast(
-            self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
-        )
-        with autocast, self.spec.opened(self.model) as cache:
+        with self._autocast(), self.spec.opened(self.model) as cache:
             return torch.cat(list(logits_in_blocks(self.model, inps, cache, lengths)), 1)
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
@@ -100,10 +97,7 @@ class KVarNLM(HFLM):
         if not kwargs.get("temperature") and not kwargs.get("do_sample"):
             kwargs.pop("temperature", None)
             kwargs["do_sample"] = False
-        autocast = torch.autocast(
-            self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
-        )
-        with autocast, self.spec.opened(self.model) as cache:
+        with self._autocast(), self.spec.opened(self.model) as cache:
             out = self.model.generate(
                 input_ids=context,
                 max_length=max_length,
@@ -118,6 +112,10 @@ class KVarNLM(HFLM):
         # The newest token is not in the cache.
         self._generated += (prompt + (~ended)[:, :-1].sum(1)).tolist()
         return out
+
+    def _autocast(self) -> torch.autocast:
+        chosen = self.mixed_precision_dtype
+        return torch.autocast(self.device.type, chosen, enabled=chosen is not None)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         self._generated = []
@@ -181,6 +179,8 @@ class _StopStrings:
         self.window = max(map(len, self.strings), default=0) + self.INTERVAL
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[0] != self.done.shape[0]:  # beams change places, and generate() ends them itself
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         new = input_ids.shape[1] - self.start
         if self.strings and new % self.INTERVAL == 0:
             texts = self.tokenizer.batch_decode(input_ids[:, self.start :][:, -self.window :])

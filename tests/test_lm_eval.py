@@ -143,6 +143,12 @@ def test_generation_ends_at_a_stop_string(lm, monkeypatch):
     assert lengths[0].shape[1] - len(PROMPTS[0][0]) <= 32  # neither row ran to its 64 tokens
 
 
+def test_beams_run_through_the_cache(lm):
+    prompts = [(prompt, {"until": ["zz"], "max_gen_toks": 12, "num_beams": 2}) for prompt, _ in PROMPTS[:2]]
+    dense, quantized = generated(lm("dense"), prompts), generated(lm("kvarn_k8v8_g64"), prompts)
+    assert quantized == dense
+
+
 def test_it_says_how_many_tiles_were_quantized(lm, caplog):
     caplog.set_level(logging.DEBUG, "lm_eval.kvarn")
     adapter = lm(batch_size=2)
