@@ -59,16 +59,26 @@ class ResultFile:
         """Keep a record, on disk at once: an interrupted run loses nothing that it has finished."""
         if environment not in self.environments:
             self.environments.append(environment)
-        self.records.append(record | {"environment": self.environments.index(environment)})
+        self.records.append(_rounded(record) | {"environment": self.environments.index(environment)})
         self._done.add(self._key_of(record))
-        content = {"model": self.model, "environments": self.environments, "results": self.records}
+        head = json.dumps({"model": self.model, "environments": self.environments}, indent=1).removesuffix("\n}")
+        rows = ",\n  ".join(map(json.dumps, self.records))  # a line for each record, so that differences can be read
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".part")
-        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        unfinished.write_text(f'{head},\n "results": [\n  {rows}\n ]\n}}\n')
         os.replace(unfinished, self.path)
 
     def _key_of(self, record: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(record[name] for name in self.key)
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six significant digits, which is more than any of them means."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def _commit() -> str | None:
