@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvarn_hf.bench_results import save
 from kvarn_hf.plotting import errors, memory, tiles
 from kvarn_hf.plotting.style import figure, series_style, series_styles
 from kvarn_hf.token_errors import token_errors
@@ -25,10 +26,10 @@ def heights(container):
 
 
 def test_style_tells_series_apart_without_colour():
-    styles = [series_style(i) for i in range(7)]
+    styles = [series_style(i) for i in range(10)]
     for cue in ("linestyle", "marker", "hatch", "color"):
-        assert len({getattr(style, cue) for style in styles}) == 7
-    assert series_style(7) == series_style(0)
+        assert len({getattr(style, cue) for style in styles}) == 10
+    assert series_style(10) == series_style(0)
 
     def lightness(color):
         red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
@@ -187,6 +188,7 @@ def test_decode_steps_leave_failures_out():
         (line,) = ax.lines
         assert list(line.get_xdata()) == [1024, 2048]
         assert list(line.get_ydata()) == [1024 * batch, 2048 * batch]
+        assert ax.get_yscale() == "log"
 
 
 def test_attention_times_use_the_best_dense_backend():
@@ -231,9 +233,11 @@ class TestTokenErrors:
 
 
 def test_rows_of_committed_results(tmp_path):
-    assert memory.read_rows(tmp_path, "generate") == []
+    assert memory.read_rows(tmp_path, "generate") == ([], "")
     (tmp_path / "bench_generate_a.json").write_text('[{"step_ms": 1}]')
-    (tmp_path / "bench_generate_b.json").write_text('{"environments": [], "results": [{"step_ms": 2}]}')
+    save([{"step_ms": 2}], "generate_b", tmp_path)
     (tmp_path / "bench_attention.json").write_text('[{"packed": 3}]')
-    assert memory.read_rows(tmp_path, "generate") == [{"step_ms": 1}, {"step_ms": 2}]
-    assert memory.read_rows(tmp_path, "attention") == [{"packed": 3}]
+    rows, made = memory.read_rows(tmp_path, "generate")
+    assert rows == [{"step_ms": 1}, {"step_ms": 2}]
+    assert f"torch {torch.__version__}" in made
+    assert memory.read_rows(tmp_path, "attention") == ([{"packed": 3}], "")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, series_styles
+from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, plain_log, series_styles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,31 +128,44 @@ def tokens_that_fit(gpus: Mapping[str, Mapping[str, int]]) -> Figure:
     return made
 
 
-def read_rows(folder: str | Path, benchmark: str) -> list[dict[str, Any]]:
-    """Rows of a benchmark's committed results, for the figures below.
+def read_rows(folder: str | Path, benchmark: str) -> tuple[list[dict[str, Any]], str]:
+    """Rows of a benchmark's committed results, for the figures below, and what they were measured with.
 
     Parameters
     ----------
     folder : str or Path
-        Where the files ``bench_<benchmark>*.json`` are; each holds a list of rows, or an object with them as its
-        ``"results"``.
+        Where the files ``bench_<benchmark>*.json`` are: as :func:`kvarn_hf.bench_results.save` writes them, or a list
+        of rows.
     benchmark : str
         ``"generate"`` or ``"attention"``.
 
     Returns
     -------
-    list of dict
+    rows : list of dict
         Of all the files, in the order of their names; empty if there is none.
+    measured_with : str
+        GPU and versions, as far as the files tell.
     """
     rows: list[dict[str, Any]] = []
+    made: dict[str, None] = {}
     for file in sorted(Path(folder).glob(f"bench_{benchmark}*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
-        rows += content if isinstance(content, list) else content["results"]
-    return rows
+        if isinstance(content, list):
+            rows += content
+        else:
+            rows += content["results"]
+            made[describe(content.get("measured_with", {}))] = None
+    return rows, "; ".join(filter(None, made))
+
+
+def describe(measured_with: Mapping[str, str]) -> str:
+    """What :func:`kvarn_hf.bench_results.measured_with` returns, as a line."""
+    versions = [f"{name} {version}" for name, version in measured_with.items() if name != "gpu"]
+    return ", ".join([measured_with["gpu"], *versions]) if measured_with else ""
 
 
 def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Time of a decode step by context, one axis per batch size.
+    """Time of a decode step by context on logarithmic axes, one for each batch size.
 
     Parameters
     ----------
@@ -180,12 +193,11 @@ def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
                     markersize=5,
                     label=cache,
                 )
+        plain_log(ax)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
-        ax.set_ylim(bottom=0)
-        dress(
-            ax, f"batch {batch}", "context, in tokens (1k = 1,024)", "ms per decode step" if batch == batches[0] else ""
-        )
+        y = "decode step, in ms" if batch == batches[0] else ""
+        dress(ax, f"batch {batch}", "context, in tokens (1k = 1,024)", y)
     legend_beside(axes[0][-1])
     return made
 

@@ -31,7 +31,7 @@ class SeriesStyle:
     hatch: str
 
 
-# Okabe and Ito's colours, in an order in which neighbours differ in lightness too.
+# Okabe and Ito's colours, in an order in which neighbours differ in lightness too, then a brown and a grey.
 _SERIES = (
     SeriesStyle("#000000", "-", "o", ""),
     SeriesStyle("#0072B2", "--", "s", "////"),
@@ -40,6 +40,9 @@ _SERIES = (
     SeriesStyle("#D55E00", (0, (5, 1, 1, 1, 1, 1)), "v", "\\\\\\\\"),
     SeriesStyle("#CC79A7", (0, (1, 3)), "P", "----"),
     SeriesStyle("#56B4E9", (0, (8, 3)), "X", "++++"),
+    SeriesStyle("#8C6D31", (0, (3, 1)), "<", "oo"),
+    SeriesStyle("#999999", (0, (6, 2, 1, 2)), ">", "\\\\||"),
+    SeriesStyle("#F0E442", (0, (2, 1)), "h", "**"),
 )
 
 _PLACES = {
@@ -57,7 +60,7 @@ _LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "handlelength": 3.2}
 
 
 def series_style(index: int) -> SeriesStyle:
-    """Style of the ``index``-th series; they repeat after seven."""
+    """Style of the ``index``-th series; they repeat after ten."""
     return _SERIES[index % len(_SERIES)]
 
 
