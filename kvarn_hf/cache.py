@@ -82,7 +82,7 @@ class KVarNCache(DynamicCache):
         layers: Any = None
         self.static_length = max_cache_len
         if max_cache_len is not None:
-            _check_static(max_cache_len, config, self.monitor, fused)
+            _check_static(max_cache_len, config, self.kvarn, self.monitor, fused)
         if config is not None:
             decoder = config.get_text_config(decoder=True)
             rank, rotary = getattr(decoder, "kv_lora_rank", None), getattr(decoder, "qk_rope_head_dim", None)
@@ -303,13 +303,15 @@ class KVarNCache(DynamicCache):
             )
 
 
-def _check_static(max_cache_len: int, config: Any, monitor: Any, fused: bool) -> None:
+def _check_static(max_cache_len: int, config: Any, kvarn: KVarNConfig, monitor: Any, fused: bool) -> None:
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ValueError(f"max_cache_len must be a positive integer or None, got {max_cache_len!r}")
     if config is None:
         raise ValueError("max_cache_len needs the model's config: KVarNCache(model.config, max_cache_len=...)")
     if monitor is not None:
         raise ValueError(f"monitor must be False with max_cache_len, whose steps nobody watches, got {monitor!r}")
+    if kvarn.check_finite:
+        raise ValueError("check_finite must be False with max_cache_len, whose steps nobody watches, got True")
     if not fused:
         raise ValueError("fused must be True with max_cache_len, got False")
 

@@ -279,13 +279,20 @@ def _check_states(keys: torch.Tensor, values: torch.Tensor) -> None:
 def _check_continues(state: LayerState, keys: torch.Tensor, values: torch.Tensor) -> None:
     dense = state.dense
     for name, new, held in (("key_states", keys, dense.key_buffer), ("value_states", values, dense.value_buffer)):
-        if new.shape[:2] != held.shape[:2] or new.shape[3] != held.shape[3]:
-            expected = [held.shape[0], held.shape[1], "any", held.shape[3]]
-            raise ValueError(f"{name} must have shape {expected} like the tokens held, got {list(new.shape)}")
-        if new.dtype != held.dtype:
-            raise ValueError(f"{name} must have dtype {held.dtype} like the tokens held, got {new.dtype}")
-        if new.device != held.device:
-            raise ValueError(f"{name} must be on {held.device} like the tokens held, got {new.device}")
+        check_like(name, new, (held.shape[0], held.shape[1], held.shape[3]), held.dtype, held.device)
+
+
+def check_like(
+    name: str, new: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse new tokens that are not like those held: ``shape`` is ``(batch, heads, head_dim)``."""
+    if (new.shape[0], new.shape[1], new.shape[3]) != shape:
+        expected = [shape[0], shape[1], "any", shape[2]]
+        raise ValueError(f"{name} must have shape {expected} like the tokens held, got {list(new.shape)}")
+    if new.dtype != dtype:
+        raise ValueError(f"{name} must have dtype {dtype} like the tokens held, got {new.dtype}")
+    if new.device != device:
+        raise ValueError(f"{name} must be on {device} like the tokens held, got {new.device}")
 
 
 def _check_finite(keys: torch.Tensor, values: torch.Tensor) -> None:

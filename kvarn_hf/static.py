@@ -124,10 +124,17 @@ def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def allocate(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The storage of one layer, all zero, at an address that compiled code may rely on."""
-    storage = torch.zeros(_pieces(layout, dtype)[-1][0], dtype=torch.uint8, device=device)
-    torch._dynamo.mark_static_address(storage)
-    return storage
+    """The storage of one layer."""
+    return zeros((_pieces(layout, dtype)[-1][0],), torch.uint8, device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros at an address that compiled code may rely on, which can be changed in and outside of inference mode."""
+    with torch.inference_mode(False):
+        x = torch.zeros(shape, dtype=dtype, device=device)
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(x)
+    return x
 
 
 def views(storage: torch.Tensor, layout: Layout, dtype: torch.dtype) -> Views:

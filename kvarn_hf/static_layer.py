@@ -17,7 +17,7 @@ from transformers.cache_utils import StaticLayer
 
 from kvarn_hf import static
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.layer import KVarNLayer, check_like
 from kvarn_hf.lazy import LazyStates, attend_lazily, reads_lazily
 from kvarn_hf.state import LayerState
 
@@ -34,8 +34,7 @@ class Progress:
         """The lengths on the device of layer ``row``."""
         name = str(device)
         if name not in self.tensors:
-            self.tensors[name] = torch.zeros(self.layers, 4, dtype=torch.int64, device=device)
-            torch._dynamo.mark_static_address(self.tensors[name])
+            self.tensors[name] = static.zeros((self.layers, 4), torch.int64, device)
         self.first[name] = min(row, self.first.get(name, row))
         return self.tensors[name]
 
@@ -124,7 +123,8 @@ class StaticKVarNLayer(KVarNLayer):
         """Append tokens; see :meth:`KVarNLayer.update`.
 
         A step of one token never waits for the device, and can be compiled: its keys and values have the length
-        ``max_cache_len``, as those of Transformers' static layers have.
+        ``max_cache_len``, as those of Transformers' static layers have. A token for which a step finds no room is
+        dropped, and attention gives NaN; ``generate()`` asks for the mask's sizes before, which raises.
 
         Raises
         ------
@@ -141,10 +141,13 @@ class StaticKVarNLayer(KVarNLayer):
         return tokens == 1 and self.holds_tokens
 
     def _step(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
-        layout = list(self.layout)
+        layout = self.layout
+        check_like("key_states", keys, (layout.batch, layout.heads, layout.key_dim), self.dtype, self.device)
+        check_like("value_states", values, (layout.batch, layout.heads, layout.value_dim), self.dtype, self.device)
+        layout = list(layout)
         if self.row == self.all_progress.first[self.home]:
             static.advance(self.progress, layout)
-        static.append(self.storage, self.progress, self.row, keys, values, layout)
+        static.append(self.storage, self.progress, self.row, keys.detach(), values.detach(), layout)
         reading = StaticReading(self)
         if self.model_config._attn_implementation not in reads_lazily:
             return reading.dense()
@@ -272,8 +275,9 @@ class StaticReading:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Fused attention; None where the dense tensors have been handed out, and may have been changed."""
-        if self._dense is not None:
+        """Fused attention; None where it is not supported, and where the dense tensors have been handed out, and may
+        have been changed."""
+        if self._dense is not None or query.dtype != self.dtype or (query.requires_grad and torch.is_grad_enabled()):
             return None
         if not torch.compiler.is_compiling():  # compiled code would be recompiled for every other number
             self._counts["fused"] += 1

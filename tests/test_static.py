@@ -56,7 +56,9 @@ def test_the_same_as_a_cache_that_grows(attention, length):
             assert torch.equal(layer.values, other.values)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3", "gpt2", "gpt_neox", "gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "phi3", "gpt2", "gpt_neox", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next"]
+)
 def test_every_kind_of_model(name):
     model = with_attention(name, "kvarn")
     ids = tiny.prompt(1, 100)
@@ -242,6 +244,47 @@ def test_layers_that_stay_dense():
     assert_same(generate(model, cache, ids, 60), expected, exact=False)
 
 
+def test_a_step_refuses_what_is_not_like_the_tokens_held():
+    _, cache = filled()
+    held = contents(cache)
+    layer = cache.layers[0]
+    batch, heads, _, dim = layer.keys.shape
+    new = torch.zeros(batch, heads, 1, dim)
+    for keys, message in (
+        (new[:1], "shape"),
+        (new[..., :8], "shape"),
+        (new.half(), "dtype"),
+        (new.to("meta"), "must be on"),
+    ):
+        with pytest.raises(ValueError, match=f"key_states must .*{message}|key_states {message}"):
+            cache.update(keys, new, 0)
+    assert_holds(cache, held)
+
+
+def test_inside_and_outside_of_inference_mode():
+    model = tiny.model("llama")
+    cache, plain = KVarNCache(model.config, SMALL, max_cache_len=300), KVarNCache(model.config, SMALL)
+    for held in (cache, plain):
+        with torch.inference_mode():
+            tiny.forward(model, tiny.prompt(1, 100), held)
+        for _ in range(60):
+            logits = tiny.forward(model, tiny.prompt(1, 1), held)
+        with torch.inference_mode():
+            tiny.forward(model, tiny.prompt(1, 1), held)
+    assert torch.equal(cache.layers[1].keys, plain.layers[1].keys)
+    assert logits.isfinite().all()
+
+
+def test_other_dtypes_than_the_caches_are_read_dense():
+    model = copy.deepcopy(tiny.model("llama")).bfloat16()
+    model.set_attn_implementation("kvarn")
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300)
+    with torch.autocast("cpu", torch.bfloat16):
+        tiny.forward(model, tiny.prompt(1, 150), cache)
+        for _ in range(3):
+            assert tiny.forward(model, tiny.prompt(1, 1), cache).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -250,6 +293,7 @@ def test_layers_that_stay_dense():
         ({"max_cache_len": 100, "config": None}, "max_cache_len needs the model's config"),
         ({"max_cache_len": 100, "fused": False}, "fused must be True with max_cache_len"),
         ({"max_cache_len": 100, "monitor": True}, "monitor must be False with max_cache_len"),
+        ({"max_cache_len": 100, "kvarn": KVarNConfig(check_finite=True)}, "check_finite must be False"),
     ],
 )
 def test_bad_arguments(arguments, message):
