@@ -6,20 +6,18 @@ prefill, cropping, reordering, saving) takes the layer's state as a value, chang
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 from transformers.cache_utils import StaticLayer
 
 from kvarn_hf import static
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer, check_like
-from kvarn_hf.lazy import LazyStates, attend_lazily, reads_lazily
+from kvarn_hf.lazy import LazyStates, reads_lazily
 from kvarn_hf.state import LayerState
+from kvarn_hf.static_reading import StaticReading, TracedStates
 
 
 class Progress:
@@ -74,7 +72,7 @@ class StaticKVarNLayer(KVarNLayer):
         self.storage: Any = None
         self.progress: Any = None
         self.layout: Any = None
-        self.home = ""
+        self.home: tuple[str, torch.dtype] | None = None
         self.holds_tokens = False
         self.sure_room = 0  # for so many steps more there is room, and maybe for others
         super().__init__(config, latent_dims)
@@ -105,13 +103,10 @@ class StaticKVarNLayer(KVarNLayer):
         padding = static.padding_of(state)
         padded = padding is not None and bool((padding.length > 0).any())
         layout = static.Layout.of(state.config, keys, values, self.max_cache_len)._replace(padded=int(padded))
-        if (
-            self.storage is None
-            or self.home != str(keys.device)
-            or self.layout._replace(padded=layout.padded) != layout
-        ):
+        home = str(keys.device), keys.dtype
+        if self.home != home or self.layout._replace(padded=layout.padded) != layout:
             self.storage = static.allocate(layout, keys.dtype, keys.device)
-            self.progress, self.home = self.all_progress.of(self.row, keys.device), str(keys.device)
+            self.progress, self.home = self.all_progress.of(self.row, keys.device), home
         self.layout = layout
         static.put(state, self.storage, layout, keys.dtype)
         self.progress[self.row] = torch.tensor([state.length, state.count, 0, 0])
@@ -142,13 +137,14 @@ class StaticKVarNLayer(KVarNLayer):
 
     def _step(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
         layout = self.layout
+        assert self.home is not None
         check_like("key_states", keys, (layout.batch, layout.heads, layout.key_dim), self.dtype, self.device)
         check_like("value_states", values, (layout.batch, layout.heads, layout.value_dim), self.dtype, self.device)
         layout = list(layout)
-        if self.row == self.all_progress.first[self.home]:
+        if self.row == self.all_progress.first[self.home[0]]:
             static.advance(self.progress, layout)
         static.append(self.storage, self.progress, self.row, keys.detach(), values.detach(), layout)
-        reading = StaticReading(self)
+        reading = StaticReading(self.storage, self.progress, self.row, self.layout, self.dtype, self.reads)
         if self.model_config._attn_implementation not in reads_lazily:
             return reading.dense()
         if torch.compiler.is_compiling():
@@ -234,106 +230,3 @@ class StaticDenseLayer(StaticLayer):
         return torch.compiler.is_compiling() or (
             tokens == 1 and self.is_initialized and bool(self.get_seq_length() > 0)
         )
-
-
-class StaticReading:
-    """What attention reads in one step of a static layer."""
-
-    def __init__(self, layer: StaticKVarNLayer) -> None:
-        self.storage, self.progress, self.row, self.layout = layer.storage, layer.progress, layer.row, layer.layout
-        self.dtype = layer.dtype
-        self._counts = layer.reads
-        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.storage.device
-
-    @property
-    def heads(self) -> int:
-        return self.layout.heads
-
-    def shape(self, is_value: bool) -> tuple[int, int, int, int]:
-        """Of the dense keys or values."""
-        layout = self.layout
-        return layout.batch, layout.heads, layout.most, layout.value_dim if is_value else layout.key_dim
-
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, dequantized, ``[batch, heads, max_cache_len, head_dim]``."""
-        if self._dense is None:
-            self._dense = static.read(self.storage, self.progress, self.row, list(self.layout), self.dtype)
-            if not torch.compiler.is_compiling():
-                self._counts["dequantized"] += 1
-        return self._dense
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Fused attention; None where it is not supported, and where the dense tensors have been handed out, and may
-        have been changed."""
-        if self._dense is not None or query.dtype != self.dtype or (query.requires_grad and torch.is_grad_enabled()):
-            return None
-        if not torch.compiler.is_compiling():  # compiled code would be recompiled for every other number
-            self._counts["fused"] += 1
-        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-        return static.attend(
-            query, self.storage, self.progress, self.row, mask, sinks, list(self.layout), scaling, softcap or 0.0
-        )
-
-
-class TracedStates:
-    """:class:`~kvarn_hf.lazy.LazyStates` for compiled code, which takes objects but no tensors without data."""
-
-    def __init__(self, reading: StaticReading, is_value: bool, repeats: int = 1, grouped: bool = False) -> None:
-        self.reading, self.is_value, self.repeats, self.grouped = reading, is_value, repeats, grouped
-        batch, heads, length, head_dim = reading.shape(is_value)
-        self.shape = (
-            (batch, heads, repeats, length, head_dim) if grouped else (batch, heads * repeats, length, head_dim)
-        )
-        self.ndim = len(self.shape)
-        self.dtype, self.device = reading.dtype, reading.device
-
-    def dense(self) -> torch.Tensor:
-        """The tensor itself."""
-        tensor = self.reading.dense()[1 if self.is_value else 0]
-        if self.grouped:
-            return tensor.unsqueeze(2).expand(self.shape)
-        return tensor.repeat_interleave(self.repeats, 1) if self.repeats > 1 else tensor
-
-    def __getitem__(self, index: Any) -> Any:
-        if (
-            not self.grouped
-            and self.repeats == 1
-            and index == (slice(None), slice(None), None, slice(None), slice(None))
-        ):
-            return TracedStates(self.reading, self.is_value, 1, True)
-        return self.dense()[index]
-
-    def expand(self, *sizes: int) -> Any:
-        """See :meth:`torch.Tensor.expand`; repeating KV heads needs no data."""
-        if self.grouped and self.repeats == 1 and (*sizes[:2], *sizes[3:]) == (*self.shape[:2], *self.shape[3:]):
-            return TracedStates(self.reading, self.is_value, sizes[2], True)
-        return self.dense().expand(*sizes)
-
-    def reshape(self, *sizes: int) -> Any:
-        """See :meth:`torch.Tensor.reshape`; repeating KV heads needs no data."""
-        shape = self.shape
-        if self.grouped and sizes == (shape[0], shape[1] * shape[2], *shape[3:]):
-            return TracedStates(self.reading, self.is_value, self.repeats, False)
-        return self.dense().reshape(*sizes)
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            out = attend_lazily(*args, **kwargs)
-            if out is not None:
-                return out
-        args, kwargs = tree_map_only(TracedStates, TracedStates.dense, (args, kwargs))
-        return func(*args, **kwargs)

@@ -226,6 +226,19 @@ def test_memory_is_allocated_once():
     assert addresses == [layer.storage.data_ptr() for layer in cache.layers]
 
 
+def test_another_batch_and_dtype_after_a_reset():
+    cache = KVarNCache(tiny.model("llama").config, SMALL, max_cache_len=300)
+    for rows, dtype in ((1, torch.float32), (2, torch.bfloat16), (2, torch.float32)):
+        model = copy.deepcopy(tiny.model("llama")).to(dtype)
+        cache.reset()
+        plain = KVarNCache(model.config, SMALL)
+        for held in (cache, plain):
+            torch.manual_seed(0)
+            for tokens in (150, 1, 1):
+                tiny.forward(model, torch.randint(1, 100, (rows, tokens)), held)
+        assert_holds(cache, contents(plain))
+
+
 def test_early_initialization():
     model = tiny.model("llama")
     cache = KVarNCache(model.config, SMALL, max_cache_len=300)

@@ -1,0 +1,131 @@
+"""How attention reads a static layer: fused where it can be, eagerly and in compiled code.
+
+The lengths of what it reads are the layer's room, ``max_cache_len``: only the device knows how many tokens there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
+
+from kvarn_hf import static
+from kvarn_hf.lazy import attend_lazily
+from kvarn_hf.static import Layout
+
+
+class StaticReading:
+    """What attention reads in one step of a static layer; the counterpart of :class:`kvarn_hf.lazy.Reading`.
+
+    ``counts`` is the layer's ``{"fused": n, "dequantized": n}``.
+    """
+
+    def __init__(
+        self,
+        storage: torch.Tensor,
+        progress: torch.Tensor,
+        row: int,
+        layout: Layout,
+        dtype: torch.dtype,
+        counts: dict[str, int],
+    ) -> None:
+        self.storage, self.progress, self.row, self.layout = storage, progress, row, layout
+        self.dtype = dtype
+        self.counts = counts
+        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    @property
+    def heads(self) -> int:
+        return self.layout.heads
+
+    def shape(self, is_value: bool) -> tuple[int, int, int, int]:
+        """Of the dense keys or values."""
+        layout = self.layout
+        return layout.batch, layout.heads, layout.most, layout.value_dim if is_value else layout.key_dim
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, dequantized, ``[batch, heads, max_cache_len, head_dim]``."""
+        if self._dense is None:
+            self._dense = static.read(self.storage, self.progress, self.row, list(self.layout), self.dtype)
+            if not torch.compiler.is_compiling():
+                self.counts["dequantized"] += 1
+        return self._dense
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Fused attention; None where it is not supported, and where the dense tensors have been handed out, and may
+        have been changed."""
+        if self._dense is not None or query.dtype != self.dtype or (query.requires_grad and torch.is_grad_enabled()):
+            return None
+        if not torch.compiler.is_compiling():  # compiled code would be recompiled for every other number
+            self.counts["fused"] += 1
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        return static.attend(
+            query, self.storage, self.progress, self.row, mask, sinks, list(self.layout), scaling, softcap or 0.0
+        )
+
+
+class TracedStates:
+    """:class:`~kvarn_hf.lazy.LazyStates` for compiled code, which takes objects but no tensors without data."""
+
+    def __init__(self, reading: StaticReading, is_value: bool, repeats: int = 1, grouped: bool = False) -> None:
+        self.reading, self.is_value, self.repeats, self.grouped = reading, is_value, repeats, grouped
+        batch, heads, length, head_dim = reading.shape(is_value)
+        self.shape = (
+            (batch, heads, repeats, length, head_dim) if grouped else (batch, heads * repeats, length, head_dim)
+        )
+        self.ndim = len(self.shape)
+        self.dtype, self.device = reading.dtype, reading.device
+
+    def dense(self) -> torch.Tensor:
+        """The tensor itself."""
+        tensor = self.reading.dense()[1 if self.is_value else 0]
+        if self.grouped:
+            return tensor.unsqueeze(2).expand(self.shape)
+        return tensor.repeat_interleave(self.repeats, 1) if self.repeats > 1 else tensor
+
+    def __getitem__(self, index: Any) -> Any:
+        if (
+            not self.grouped
+            and self.repeats == 1
+            and index == (slice(None), slice(None), None, slice(None), slice(None))
+        ):
+            return TracedStates(self.reading, self.is_value, 1, True)
+        return self.dense()[index]
+
+    def expand(self, *sizes: int) -> Any:
+        """See :meth:`torch.Tensor.expand`; repeating KV heads needs no data."""
+        if self.grouped and self.repeats == 1 and (*sizes[:2], *sizes[3:]) == (*self.shape[:2], *self.shape[3:]):
+            return TracedStates(self.reading, self.is_value, sizes[2], True)
+        return self.dense().expand(*sizes)
+
+    def reshape(self, *sizes: int) -> Any:
+        """See :meth:`torch.Tensor.reshape`; repeating KV heads needs no data."""
+        shape = self.shape
+        if self.grouped and sizes == (shape[0], shape[1] * shape[2], *shape[3:]):
+            return TracedStates(self.reading, self.is_value, self.repeats, False)
+        return self.dense().reshape(*sizes)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            out = attend_lazily(*args, **kwargs)
+            if out is not None:
+                return out
+        args, kwargs = tree_map_only(TracedStates, TracedStates.dense, (args, kwargs))
+        return func(*args, **kwargs)
