@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvarn_hf import bench_results
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.reference import quantize as reference
 from kvarn_hf.reference.attention import attention as reference_attention
@@ -251,12 +254,16 @@ def dense_milliseconds(shape: Shape) -> dict[str, float]:
                 calls = [
                     lambda k=k, v=v: scaled_dot_product_attention(query, k, v, enable_gqa=groups > 1) for k, v in sets
                 ]
-            with contextlib.suppress(RuntimeError), sdpa_kernel(backend) if backend else contextlib.nullcontext():
-                times[name + form] = milliseconds(calls)
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a page of reasons from every backend that does not take the shape
+                with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+                    times[name + form] = milliseconds(calls)
     return times
 
 
-def attention(shapes: Iterable[Shape] = SHAPES, presets: Iterable[str] = PRESETS) -> list[dict[str, Any]]:
+def attention(
+    shapes: Iterable[Shape] = SHAPES, presets: Iterable[str] = PRESETS, out: str | Path | None = None
+) -> list[dict[str, Any]]:
     """Measure and print, row by row: packed, the best dense SDPA backend, dequantizing and SDPA, and the copy floor.
 
     Parameters
@@ -264,6 +271,8 @@ def attention(shapes: Iterable[Shape] = SHAPES, presets: Iterable[str] = PRESETS
     shapes : iterable of Shape
         Batch, context, KV heads, query heads per KV head, head_dim.
     presets : iterable of str
+    out : str or Path, optional
+        Folder for ``bench_attention.json`` and ``.md``.
 
     Returns
     -------
@@ -326,6 +335,8 @@ def attention(shapes: Iterable[Shape] = SHAPES, presets: Iterable[str] = PRESETS
                 f"| {slow * 1e3:.0f} | {error:.1e} ({bound:.1e}) |",
                 flush=True,
             )
+            if out is not None:
+                bench_results.save(results, "attention", out)
             del first, dequantize_and_attend
             torch.cuda.empty_cache()
     return results

@@ -209,12 +209,14 @@ def bench_quantize(
 
 
 @bench.command("attention")
-def bench_attention() -> None:
+def bench_attention(
+    out: Annotated[Path | None, typer.Option(help="Folder for bench_attention.json and .md.")] = None,
+) -> None:
     """Time one decode step's attention over packed tiles, against dense attention."""
     _require_gpu("attention")
     from kvarn_hf.bench_attention import attention
 
-    _measure(attention)
+    _measure(lambda: attention(out=out))
 
 
 @bench.command("generate")
