@@ -71,7 +71,7 @@ def token_errors(original: torch.Tensor, restored: torch.Tensor) -> TokenErrors:
     Examples
     --------
     >>> errors = token_errors(torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[6.0, 8.0], [0.0, 1.0]]))
-    >>> errors.magnitude.tolist(), errors.direction.tolist()
+    >>> errors.magnitude.tolist(), errors.direction.round(decimals=3).tolist()
     ([25.0, 0.0], [0.0, 2.0])
     """
     if original.shape != restored.shape:
