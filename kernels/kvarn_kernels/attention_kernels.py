@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvarn_kernels.int8_dot import codes_dot, column_max, exp2, near_first, to_digits
 
@@ -568,6 +569,7 @@ def split_kernel(
     STAGES: tl.constexpr,
     DENSE_STAGES: tl.constexpr,
     FETCHED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One slice of one KV head's tokens, for ``COLS`` of its query heads x query tokens.
@@ -583,6 +585,8 @@ def split_kernel(
     Precision: 16-bit digits, exact integer sums, fp32 softmax; fp16 or bf16 products for dense tokens.
     Reference: kvarn_hf/reference/attention.py
     """
+    if DEPENDENT:  # launched while the kernel before it ends
+        gdc_wait()
     unit, index = tl.program_id(0), tl.program_id(1)
     slices = tl.num_programs(1)
     if progress_ptr is not None:
@@ -724,6 +728,8 @@ def split_kernel(
             STAGES,
             ASM,
         )
+    if DEPENDENT:  # not earlier: programs that wait would take the places of programs that work
+        gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["entries", "slices", "sink_length", "lse_start"])
@@ -748,6 +754,7 @@ def combine_kernel(
     ENTRIES_PAD: tl.constexpr,
     CHANNELS: tl.constexpr,
     SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """``out = (sum_s w_s o_s) / (sum_s w_s + exp(sink))``, with ``w_s = exp(lse_s)``.
 
@@ -756,6 +763,8 @@ def combine_kernel(
     Writes: out [batch, QUERIES, query heads, VALUE_DIM]; NaN if ``progress`` says that a token found no room.
     Reference: kvarn_hf/reference/attention.py
     """
+    if DEPENDENT:
+        gdc_wait()
     if progress_ptr is not None:
         count, dense_length = _lengths(progress_ptr, sink_length, TILE)
         _, _, dense_slices, skipped = _cut(slices, count, dense_length, BLOCK, WEIGHT)

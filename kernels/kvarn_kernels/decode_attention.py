@@ -309,6 +309,7 @@ class _Prepared:
             tuning.stages,
             tuning.dense_stages,
             tuning.fetched,
+            tuning.dependent,
             _ASSEMBLY,
         )
         self._combine_constants = (queries, columns, cols, value_dim, value_pad, kind.tile, tuning.block, tuning.weight)
@@ -328,6 +329,7 @@ class _Prepared:
             *self.split_constants,
             grid=(1,),
             num_warps=tuning.warps,
+            launch_pdl=tuning.dependent,
             **({} if tuning.registers is None else {"maxnreg": tuning.registers}),
         )
         self.split._init_handles()
@@ -339,7 +341,7 @@ class _Prepared:
 
     def combine_constants(self, padded_entries: int) -> tuple[int | bool, ...]:
         channels = self.combine_channels(padded_entries)
-        return (*self._combine_constants, padded_entries, channels, self._has_sinks)
+        return (*self._combine_constants, padded_entries, channels, self._has_sinks, self.tuning.dependent)
 
     def prepare_combine(
         self,
@@ -362,6 +364,7 @@ class _Prepared:
                 *self.combine_constants(padded_entries),
                 grid=(1,),
                 num_warps=1 if padded_entries <= 8 else 4,
+                launch_pdl=self.tuning.dependent,
             )
         self.combine[padded_entries] = combine
         return combine

@@ -20,6 +20,7 @@ class Tuning(NamedTuple):
     registers : the most a thread may use; None leaves it to the compiler
     dense_stages : of the loop over dense tokens
     fetched : tiles that are fetched into the L2 cache while the query is rotated
+    dependent : launch while the kernel before still ends, and wait for it on the GPU (from sm_90 on)
     """
 
     block: int
@@ -29,6 +30,7 @@ class Tuning(NamedTuple):
     registers: int | None
     dense_stages: int
     fetched: int = 0
+    dependent: bool = False
 
 
 class Cut(NamedTuple):
