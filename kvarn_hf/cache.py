@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,8 @@ from kvarn_hf.layer import KVarNLayer
 from kvarn_hf.lazy import reads_lazily
 from kvarn_hf.monitor import Monitor, Report, warn
 from kvarn_hf.static_layer import Progress, StaticDenseLayer, StaticKVarNLayer
+
+_TOGETHER = ()  # what is remembered of a layer whose steps Progress takes back, in all layers at once
 
 
 class KVarNCache(DynamicCache):
@@ -92,10 +94,10 @@ class KVarNCache(DynamicCache):
             else:
                 layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
         self.skip_layers = _skipped(skip_layers, None if layers is None else len(layers))
+        self._progress = progress = Progress(len(layers or ()))
         if layers is None:
             Cache.__init__(self, layer_class_to_replicate=KVarNLayer)
         else:
-            progress = Progress(len(layers))
 
             def replacement(index: int, layer: Any) -> Any:
                 skipped = index in self.skip_layers
@@ -120,14 +122,17 @@ class KVarNCache(DynamicCache):
         If it fails (out of memory, an interrupt, bad input), the layers already updated in the same forward pass are
         taken back too: the cache holds the tokens it held, in every layer, and can be used.
         """
-        if self.static_length is not None and not self._prefills(layer_idx, key_states.shape[2]):
+        if torch.compiler.is_compiling() and self._steps(layer_idx, key_states.shape[2]):
             return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         while len(self.layers) <= layer_idx:
             new = DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer()
             self.layers.append(new)
         self._begin_pass(layer_idx)
         layer: Any = self.layers[layer_idx]
-        self._before.append((layer_idx, _remember(layer)))
+        steps = isinstance(layer, StaticKVarNLayer) and layer.steps(key_states.shape[2])
+        self._before.append((layer_idx, _TOGETHER if steps else _remember(layer)))
+        if isinstance(layer, StaticLayer):
+            _make_fit(layer, key_states)
         if isinstance(layer, KVarNLayer):
             lazy = self.fused and not torch.compiler.is_compiling()
             kwargs["lazy"] = lazy and _caller_can_read_lazily(sys._getframe(1))
@@ -137,6 +142,7 @@ class KVarNCache(DynamicCache):
             for index, held in self._before:
                 _restore(self.layers[index], held)
             self._before.clear()
+            self._progress.take_back(layer_idx)
             raise
         if layer_idx == self._last_layer:
             self._before.clear()
@@ -205,7 +211,7 @@ class KVarNCache(DynamicCache):
         ValueError
             If the cut would go through a packed tile; the message names the lengths that are allowed. Removing up to
             ``residual_length`` of the tokens that were ever held (in one cut or in several) always works and is
-            bit-exact.
+            bit-exact. With ``max_cache_len``, also if a window layer has dropped tokens.
         """
         if tokens_to_remove > 0:
             length = int(self.get_seq_length())
@@ -215,6 +221,9 @@ class KVarNCache(DynamicCache):
         # The only layers that can refuse are asked first.
         cropped = [(layer, layer.cropped(tokens_to_remove)) for layer in self.layers if isinstance(layer, KVarNLayer)]
         stock: list[Any] = [layer for layer in self.layers if not isinstance(layer, KVarNLayer)]
+        for layer in stock:
+            if isinstance(layer, StaticLayer) and tokens_to_remove:
+                _check_croppable(layer)
         for layer in stock:
             layer.crop(tokens_to_remove)
         for quantized, state in cropped:
@@ -229,6 +238,22 @@ class KVarNCache(DynamicCache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
         self._before.clear()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row ``repeats`` times."""
+        for layer in self.layers:
+            if isinstance(layer, StaticLayer):
+                _select_rows(layer, torch.arange(layer.keys.shape[0]).repeat_interleave(repeats))
+            else:
+                layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
+        """Keep only the batch rows ``indices``."""
+        for layer in self.layers:
+            if isinstance(layer, StaticLayer):
+                _select_rows(layer, torch.arange(layer.keys.shape[0])[torch.as_tensor(indices, device="cpu")])
+            else:
+                layer.batch_select_indices(indices)
 
     def save(self, path: str | Path) -> None:
         """Write the cache to one safetensors file: packed tiles as they are, plus a header.
@@ -275,19 +300,25 @@ class KVarNCache(DynamicCache):
         self._remember_linear(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
-    def _prefills(self, layer_idx: int, tokens: int) -> bool:
-        """Whether these tokens take a static layer more than a step that could be compiled."""
+    def _steps(self, layer_idx: int, tokens: int) -> bool:
+        """Whether a layer of fixed size takes these tokens without the host."""
+        if self.static_length is None:
+            return False
         layer = self.layers[layer_idx]
-        return isinstance(layer, StaticKVarNLayer) and not layer.steps(tokens)
+        return layer.steps(tokens) if isinstance(layer, StaticKVarNLayer) else True
 
     def _begin_pass(self, layer_idx: int) -> None:
         # Which layer ends a forward pass is known once the second one begins.
         if self._before and layer_idx <= self._before[-1][0]:
             self._last_layer = max(self._last_layer, self._before[-1][0])
             self._before.clear()
+        if not self._before:
+            self._progress.begun.clear()
 
     def _remember_linear(self, layer_idx: int) -> None:
         # Called for each of the layer's states; the first call sees all of them as they were.
+        if torch.compiler.is_compiling() and self.static_length is not None:
+            return
         if not self._before or self._before[-1][0] != layer_idx:
             self._begin_pass(layer_idx)
             self._before.append((layer_idx, _remember(self.layers[layer_idx])))
@@ -358,6 +389,26 @@ def tensors_in(items: Iterable[Any]) -> list[torch.Tensor]:
     return tensors
 
 
+def _check_croppable(layer: Any) -> None:
+    if not hasattr(layer, "crop") or (layer.is_sliding and layer.get_seq_length() > layer.max_cache_len):
+        raise ValueError(
+            f"max_cache_len must be None to crop this cache: a {type(layer).__name__} does not keep what it drops"
+        )
+
+
+def _select_rows(layer: StaticLayer, rows: torch.Tensor) -> None:
+    """What Transformers' static layers lack, for any choice of batch rows."""
+    layer.reorder_cache(rows.to(layer.keys.device))
+
+
+def _make_fit(layer: StaticLayer, keys: torch.Tensor) -> None:
+    """Let an empty layer of Transformers' allocate its storage again, if the tokens are not like those of before."""
+    if layer.is_initialized and not torch.compiler.is_compiling():
+        like = (layer.keys.shape[:2], layer.keys.dtype, layer.keys.device)
+        if like != (keys.shape[:2], keys.dtype, keys.device) and not layer.get_seq_length():
+            layer.is_initialized = False
+
+
 def _remember(layer: Any) -> Any:
     """What :func:`_restore` needs to undo one update, without keeping the memory that the update frees."""
     if isinstance(layer, KVarNLayer):
@@ -366,6 +417,9 @@ def _remember(layer: Any) -> Any:
         return layer.get_seq_length()
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return _copied(vars(layer))  # it writes its states in place
+    if isinstance(layer, StaticLayer):
+        # So does this one, but behind the tokens it holds, unless a window moves.
+        return _copied({k: v for k, v in vars(layer).items() if layer.is_sliding or k not in ("keys", "values")})
     return vars(layer).copy()
 
 
@@ -376,10 +430,19 @@ def _copied(item: Any) -> Any:
 
 
 def _restore(layer: Any, held: Any) -> None:
+    if held == _TOGETHER:
+        return
     if isinstance(layer, KVarNLayer):
         layer.restore(held)
     elif type(layer) is DynamicLayer:
         if held < layer.get_seq_length():
             layer.crop(held - layer.get_seq_length())
+    elif isinstance(layer, StaticLayer):
+        for name, value in held.items():
+            current = getattr(layer, name)
+            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+                current.copy_(value)  # compiled steps rely on its address
+            else:
+                setattr(layer, name, value)
     else:
         vars(layer).update(held)

@@ -137,6 +137,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return x
 
 
+def own(x: torch.Tensor) -> torch.Tensor:
+    """A copy like :func:`zeros`, of a tensor that may have been made in inference mode."""
+    copy = zeros(tuple(x.shape), x.dtype, x.device)
+    copy.copy_(x)
+    return copy
+
+
 def views(storage: torch.Tensor, layout: Layout, dtype: torch.dtype) -> Views:
     """The tensors that lie in ``storage``."""
     parts = [
@@ -296,14 +303,15 @@ def attend(
             sinks=sinks,
         )
     keys, values = read(storage, progress, row, layout, query.dtype)
-    held = torch.arange(shape.most, device=query.device) < progress[row, 0]
-    if mask is None or mask.dtype == torch.bool:
-        held = held if mask is None else mask & held
+    held = (torch.arange(shape.most, device=query.device) < progress[row, 0])[None, None, None]
+    if mask is None:
+        mask = held
     else:
-        held = mask.masked_fill(~held, -torch.inf)
-    return _exact(query, keys, values, held.expand(query.shape[0], 1, 1, -1), sinks, scaling, softcap).masked_fill(
-        progress[row, 3] > 0, torch.nan
-    )
+        mask = mask[..., : shape.most]
+        mask = mask & held if mask.dtype == torch.bool else mask.masked_fill(~held, -torch.inf)
+    mask = mask.expand(query.shape[0], -1, -1, -1)
+    out = _exact(query, keys, values, mask, sinks, scaling, softcap)
+    return out.masked_fill(progress[row, 3] > 0, torch.nan)
 
 
 @attend.register_fake

@@ -27,6 +27,10 @@ class Progress:
         self.layers = layers
         self.tensors: dict[str, torch.Tensor] = {}
         self.first: dict[str, int] = {}  # the first layer on a device begins the step for all of them
+        self.begun: set[str] = set()  # devices on which this has happened in the current forward pass, if not compiled
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        self.__dict__.update(held, tensors={name: static.own(x) for name, x in held["tensors"].items()})
 
     def of(self, row: int, device: torch.device) -> torch.Tensor:
         """The lengths on the device of layer ``row``."""
@@ -35,6 +39,16 @@ class Progress:
             self.tensors[name] = static.zeros((self.layers, 4), torch.int64, device)
         self.first[name] = min(row, self.first.get(name, row))
         return self.tensors[name]
+
+    def take_back(self, row: int) -> None:
+        """Undo the step that has begun, in which the layers before ``row`` have taken their token."""
+        for name in self.begun:
+            length, count, due, full = self.tensors[name].unbind(1)
+            length -= 1 - full
+            count[row:] -= due[row:]  # those before have packed their tile, which they would do next anyway
+            due.zero_()
+            full.zero_()
+        self.begun.clear()
 
 
 class StaticKVarNLayer(KVarNLayer):
@@ -77,15 +91,21 @@ class StaticKVarNLayer(KVarNLayer):
         self.sure_room = 0  # for so many steps more there is room, and maybe for others
         super().__init__(config, latent_dims)
 
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        self.__dict__.update(held)
+        if self.home is not None:
+            self.storage, self.progress = static.own(self.storage), self.all_progress.tensors[self.home[0]]
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate everything, for keys and values like these."""
+        if key_states.device.type == "meta":
+            raise ValueError("max_cache_len must be None for tensors on the device meta, which hold no lengths")
         super().lazy_initialization(key_states, value_states)
-        self.holds_tokens = True
 
     @property
     def state(self) -> LayerState | None:  # type: ignore[override]
         """What the layer holds. Reads lengths back from the device."""
-        if not self.holds_tokens:
+        if not self.is_initialized:
             return None
         length, count, _, _ = self.progress[self.row].tolist()
         # A tile that the next step would pack is packed: what is stored depends on the tokens alone.
@@ -93,12 +113,13 @@ class StaticKVarNLayer(KVarNLayer):
 
     @state.setter
     def state(self, state: LayerState | None) -> None:
+        self.sure_room = 0
         if state is None:
-            self.holds_tokens, self.sure_room = False, 0
+            self.is_initialized = self.holds_tokens = False
             if self.progress is not None:
                 self.progress[self.row] = 0
             return
-        self._check_room(state.length)
+        check_room(state.length, self.max_cache_len)
         keys, values = state.dense.key_buffer, state.dense.value_buffer
         padding = static.padding_of(state)
         padded = padding is not None and bool((padding.length > 0).any())
@@ -110,7 +131,7 @@ class StaticKVarNLayer(KVarNLayer):
         self.layout = layout
         static.put(state, self.storage, layout, keys.dtype)
         self.progress[self.row] = torch.tensor([state.length, state.count, 0, 0])
-        self.holds_tokens, self.sure_room = True, 0
+        self.is_initialized, self.holds_tokens = True, state.length > 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, lazy: bool = False, **kwargs: Any
@@ -118,8 +139,8 @@ class StaticKVarNLayer(KVarNLayer):
         """Append tokens; see :meth:`KVarNLayer.update`.
 
         A step of one token never waits for the device, and can be compiled: its keys and values have the length
-        ``max_cache_len``, as those of Transformers' static layers have. A token for which a step finds no room is
-        dropped, and attention gives NaN; ``generate()`` asks for the mask's sizes before, which raises.
+        ``max_cache_len``, as those of Transformers' static layers have. A token for which a compiled step finds no room
+        is dropped, and attention gives NaN; ``generate()`` asks for the mask's sizes before, which raises.
 
         Raises
         ------
@@ -128,7 +149,7 @@ class StaticKVarNLayer(KVarNLayer):
         """
         if self.steps(key_states.shape[2]):
             return self._step(key_states, value_states)
-        self._check_room(self.get_seq_length() + key_states.shape[2])
+        check_room(int(self.get_seq_length()) + key_states.shape[2], self.max_cache_len)
         return super().update(key_states, value_states, *args, lazy=lazy, **kwargs)
 
     def steps(self, tokens: int) -> bool:
@@ -140,11 +161,14 @@ class StaticKVarNLayer(KVarNLayer):
         assert self.home is not None
         check_like("key_states", keys, (layout.batch, layout.heads, layout.key_dim), self.dtype, self.device)
         check_like("value_states", values, (layout.batch, layout.heads, layout.value_dim), self.dtype, self.device)
-        layout = list(layout)
-        if self.row == self.all_progress.first[self.home[0]]:
-            static.advance(self.progress, layout)
-        static.append(self.storage, self.progress, self.row, keys.detach(), values.detach(), layout)
-        reading = StaticReading(self.storage, self.progress, self.row, self.layout, self.dtype, self.reads)
+        numbers, device = list(layout), self.home[0]
+        if self.row == self.all_progress.first[device]:
+            if not torch.compiler.is_compiling():
+                self._claim_room()
+                self.all_progress.begun.add(device)
+            static.advance(self.progress, numbers)
+        static.append(self.storage, self.progress, self.row, keys.detach(), values.detach(), numbers)
+        reading = StaticReading(self.storage, self.progress, self.row, layout, self.dtype, self.reads)
         if self.model_config._attn_implementation not in reads_lazily:
             return reading.dense()
         if torch.compiler.is_compiling():
@@ -164,16 +188,13 @@ class StaticKVarNLayer(KVarNLayer):
             If there is no room for them.
         """
         if torch.compiler.is_compiling():
+            self.sure_room = 0  # nobody counts compiled steps
             return self.max_cache_len, 0
         if not self.steps(query_length):
             length = int(self.get_seq_length()) + query_length
-            self._check_room(length)
+            check_room(length, self.max_cache_len)
             return length, 0
-        # Asking the device how long it is, before every step, would cost more than counting steps.
-        if self.sure_room < 1:
-            self.sure_room = self.max_cache_len - int(self.get_seq_length())
-            self._check_room(self.max_cache_len + 1 - self.sure_room)
-        self.sure_room -= 1
+        self._claim_room()
         return self.max_cache_len, 0
 
     def get_max_length(self) -> int:
@@ -198,12 +219,12 @@ class StaticKVarNLayer(KVarNLayer):
         """Undo the updates since :meth:`remember`."""
         self.state = None if held is None else held[0]
 
-    def _check_room(self, length: Any) -> None:
-        if length > self.max_cache_len:
-            raise ValueError(
-                f"max_cache_len must be at least the tokens of prompt and answer together, got {self.max_cache_len} "
-                f"for {int(length)} tokens; the cache still holds what it held"
-            )
+    def _claim_room(self) -> None:
+        # Asking the device how long it is, before every step, would cost more than counting steps.
+        if self.sure_room < 1:
+            self.sure_room = self.max_cache_len - int(self.get_seq_length())
+            check_room(self.max_cache_len + 1 - self.sure_room, self.max_cache_len)
+        self.sure_room -= 1
 
 
 class StaticDenseLayer(StaticLayer):
@@ -212,8 +233,15 @@ class StaticDenseLayer(StaticLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Append tokens."""
+        """Append tokens.
+
+        Raises
+        ------
+        ValueError
+            If there is no room for them.
+        """
         steps = self._steps(key_states.shape[2])
+        self._check_room(key_states.shape[2])
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if steps:
             return keys, values
@@ -221,12 +249,36 @@ class StaticDenseLayer(StaticLayer):
         return keys[:, :, :length], values[:, :, :length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that attention will see after ``query_length`` more tokens."""
+        """Length and offset of the keys that attention will see after ``query_length`` more tokens.
+
+        Raises
+        ------
+        ValueError
+            If there is no room for them.
+        """
+        self._check_room(query_length)
         if self._steps(query_length):
             return self.max_cache_len, 0
         return int(self.get_seq_length()) + query_length, 0
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest ``-tokens_to_remove`` tokens."""
+        self.cumulative_length += tokens_to_remove  # in place: compiled steps rely on its address
+
     def _steps(self, tokens: int) -> bool:
         return torch.compiler.is_compiling() or (
             tokens == 1 and self.is_initialized and bool(self.get_seq_length() > 0)
+        )
+
+    def _check_room(self, tokens: int) -> None:
+        if not torch.compiler.is_compiling():
+            check_room(int(self.get_seq_length()) + tokens, self.max_cache_len)
+
+
+def check_room(length: int, max_cache_len: int) -> None:
+    """Refuse to hold ``length`` tokens where there is no room for them."""
+    if length > max_cache_len:
+        raise ValueError(
+            f"max_cache_len must be at least the tokens of prompt and answer together, got {max_cache_len} "
+            f"for {length} tokens; the cache still holds what it held"
         )

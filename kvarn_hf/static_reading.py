@@ -71,6 +71,8 @@ class StaticReading:
         have been changed."""
         if self._dense is not None or query.dtype != self.dtype or (query.requires_grad and torch.is_grad_enabled()):
             return None
+        if mask is not None and mask.shape[-1] < self.layout.most:
+            return None  # it may end before the tokens do
         if not torch.compiler.is_compiling():  # compiled code would be recompiled for every other number
             self.counts["fused"] += 1
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -97,6 +99,10 @@ class TracedStates:
         if self.grouped:
             return tensor.unsqueeze(2).expand(self.shape)
         return tensor.repeat_interleave(self.repeats, 1) if self.repeats > 1 else tensor
+
+    def __getattr__(self, name: str) -> Any:
+        # Whatever else a tensor has, for models that change keys and values before attention.
+        return getattr(self.dense(), name)
 
     def __getitem__(self, index: Any) -> Any:
         if (

@@ -8,8 +8,10 @@ import pickle
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, JetMoeConfig
 
 from kvarn_hf import KVarNCache, KVarNConfig
+from kvarn_hf.static_layer import StaticKVarNLayer
 from tests import models_tiny as tiny
 from tests import test_generate as modes
 
@@ -312,3 +314,171 @@ def test_other_dtypes_than_the_caches_are_read_dense():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         KVarNCache(**{"config": tiny.model("llama").config, **arguments})
+
+
+@pytest.mark.parametrize("length", [100, 143, 144])
+def test_a_failed_step_loses_nothing(length):
+    """Also when the layers before have packed a tile in the same step."""
+    _, cache = filled(length)
+    held = contents(cache)
+    batch, heads, _, dim = held[0][0].shape
+    new = torch.zeros(batch, heads, 1, dim)
+    cache.update(new, new, 0)
+    with pytest.raises(ValueError, match="dtype"):
+        cache.update(new.half(), new, 1)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [length + 1] * 2
+    assert_holds(cache, held)
+
+
+# A model with linear attention changes its states in place before the cache hears of a single token.
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("gemma3", 30), ("gemma3", 1), ("gpt_oss", 30), ("gpt_oss", 1), ("qwen3_next", 30)]
+)
+def test_a_failed_pass_loses_nothing_in_other_kinds_of_layers(name, tokens, monkeypatch):
+    model, logits = tiny.model(name), []
+    for fails in (True, False):
+        cache = KVarNCache(model.config, SMALL, max_cache_len=300)
+        tiny.forward(model, tiny.prompt(1, 50), cache)
+        if fails:
+            layer = next(layer for layer in cache.layers if isinstance(layer, StaticKVarNLayer))
+
+            def fail(*args, **kwargs):
+                raise torch.OutOfMemoryError("no memory")
+
+            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                patch.setattr(layer, "update", fail)
+                tiny.forward(model, tiny.prompt(1, tokens), cache)
+        logits.append(tiny.forward(model, tiny.prompt(1, 3, seed=1), cache))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("skipped", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_no_room_with_layers_that_stay_dense(skipped, tokens):
+    model = tiny.model("llama")
+    cache = KVarNCache(model.config, SMALL, max_cache_len=100, skip_layers=skipped)
+    tiny.forward(model, tiny.prompt(1, 100), cache)
+    with pytest.raises(ValueError, match="max_cache_len must be"):
+        tiny.forward(model, tiny.prompt(1, tokens), cache)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [100, 100]
+
+
+def test_no_room_after_compiled_steps_and_without_a_mask_to_build():
+    model = tiny.model("llama")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    cache = KVarNCache(model.config, SMALL, max_cache_len=20)
+    tiny.forward(model, tiny.prompt(1, 10), cache)
+    tiny.forward(model, tiny.prompt(1, 1), cache)
+    with torch.no_grad():
+        for _ in range(9):
+            compiled(input_ids=tiny.prompt(1, 1), **{tiny.CACHE_NAME: cache})
+    for mask in (None, torch.ones(1, 1, 1, 20, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="max_cache_len must be"):
+            tiny.forward(model, tiny.prompt(1, 1), cache, attention_mask=mask)
+
+
+def test_copies_made_in_inference_mode():
+    model, cache = filled()
+    with torch.inference_mode():
+        copies = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    expected = tiny.forward(model, tiny.prompt(2, 1), cache)
+    for copied in copies:
+        assert torch.equal(tiny.forward(model, tiny.prompt(2, 1), copied), expected)
+
+
+@pytest.mark.parametrize("skipped", [[], [0], [1]])
+def test_a_prompt_of_one_token_after_early_initialization(skipped):
+    model = tiny.model("llama")
+    cache = KVarNCache(model.config, SMALL, max_cache_len=100, skip_layers=skipped)
+    cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    plain = KVarNCache(model.config, SMALL, skip_layers=skipped)
+    for i in range(90):
+        token = tiny.prompt(2, 1, seed=i)
+        assert torch.allclose(tiny.forward(model, token, cache), tiny.forward(model, token, plain), atol=1e-4)
+
+
+def test_no_lengths_on_the_meta_device():
+    model = copy.deepcopy(tiny.model("llama")).to("meta")
+    with pytest.raises(ValueError, match=r"max_cache_len must be None .* meta"):
+        tiny.forward(model, tiny.prompt(1, 20), KVarNCache(model.config, SMALL, max_cache_len=300))
+
+
+@pytest.mark.parametrize(("name", "options"), [("gemma3", {}), ("llama", {"skip_layers": [0]})])
+def test_rows_and_batches_with_other_kinds_of_layers(name, options):
+    model, runs = tiny.model(name), []
+    for size in ({}, {"max_cache_len": 300}):
+        cache, logits = KVarNCache(model.config, SMALL, **options, **size), []
+        for batch in (2, 3):
+            cache.reset()
+            tiny.forward(model, tiny.prompt(batch, 150), cache)
+            cache.batch_repeat_interleave(2)
+            logits.append(tiny.forward(model, tiny.prompt(2 * batch, 1), cache))
+            cache.batch_select_indices((3, 0))
+            logits.append(tiny.forward(model, tiny.prompt(2, 1), cache))
+        runs.append(torch.cat(logits))
+    assert torch.allclose(*runs, atol=1e-4)
+
+
+def test_a_model_with_linear_attention_is_compiled_once():
+    model = tiny.model("qwen3_next")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    cache, plain = KVarNCache(model.config, SMALL, max_cache_len=300), KVarNCache(model.config, SMALL)
+    with torch.no_grad():
+        for length in (140, 60):
+            for held in (cache, plain):
+                held.reset()
+                tiny.forward(model, tiny.prompt(1, length), held)
+            for i in range(12):
+                token = tiny.prompt(1, 1, seed=i)
+                logits = compiled(input_ids=token, **{tiny.CACHE_NAME: cache}).logits
+                assert torch.allclose(logits, tiny.forward(model, token, plain), atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_model_that_changes_keys_before_attention():
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "kv_channels": 32, "intermediate_size": 64}
+    config = JetMoeConfig(**sizes, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    cache, plain = KVarNCache(config, SMALL, max_cache_len=300), KVarNCache(config, SMALL)
+    with torch.no_grad():
+        for held in (cache, plain):
+            tiny.forward(model, tiny.prompt(1, 140), held)
+        for i in range(8):
+            token = tiny.prompt(1, 1, seed=i)
+            logits = compiled(input_ids=token, **{tiny.CACHE_NAME: cache}).logits
+            assert torch.allclose(logits, tiny.forward(model, token, plain), atol=1e-4)
+
+
+def test_a_mask_that_ends_before_the_room_does_is_refused():
+    model = with_attention("llama", "kvarn")
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300)
+    tiny.forward(model, tiny.prompt(1, 150), cache)
+    with pytest.raises(RuntimeError, match="size"):
+        tiny.forward(model, tiny.prompt(1, 1), cache, attention_mask=torch.ones(1, 1, 1, 140, dtype=torch.bool))
+
+
+def test_crop_with_layers_that_stay_dense():
+    model, logits = tiny.model("llama"), []
+    for cropped in (True, False):
+        cache = KVarNCache(model.config, SMALL, max_cache_len=300, skip_layers=[1])
+        tiny.forward(model, tiny.prompt(1, 150), cache)
+        if cropped:
+            tiny.forward(model, tiny.prompt(1, 4, seed=1), cache)
+            cache.crop(-4)
+        logits.append(tiny.forward(model, tiny.prompt(1, 4, seed=2), cache))
+    assert torch.equal(*logits)
+
+
+def test_a_window_that_moved_cannot_be_cropped():
+    model = tiny.model("gemma3")
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300)
+    tiny.forward(model, tiny.prompt(1, 20), cache)
+    with pytest.raises(ValueError, match="max_cache_len must be None to crop"):
+        cache.crop(-2)
+    assert {int(layer.get_seq_length()) for layer in cache.layers} == {20}
