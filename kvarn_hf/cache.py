@@ -122,8 +122,10 @@ class KVarNCache(DynamicCache):
         If it fails (out of memory, an interrupt, bad input), the layers already updated in the same forward pass are
         taken back too: the cache holds the tokens it held, in every layer, and can be used.
         """
-        if torch.compiler.is_compiling() and self._steps(layer_idx, key_states.shape[2]):
-            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if self.static_length is not None and torch.compiler.is_compiling():
+            if self._steps(layer_idx, key_states.shape[2]):
+                return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+            return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
         while len(self.layers) <= layer_idx:
             new = DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer()
             self.layers.append(new)
@@ -302,10 +304,12 @@ class KVarNCache(DynamicCache):
 
     def _steps(self, layer_idx: int, tokens: int) -> bool:
         """Whether a layer of fixed size takes these tokens without the host."""
-        if self.static_length is None:
-            return False
         layer = self.layers[layer_idx]
         return layer.steps(tokens) if isinstance(layer, StaticKVarNLayer) else True
+
+    @torch.compiler.disable(reason="only steps of one token can be compiled, behind a prompt")
+    def _update_uncompiled(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.update(*args, **kwargs)
 
     def _begin_pass(self, layer_idx: int) -> None:
         # Which layer ends a forward pass is known once the second one begins.

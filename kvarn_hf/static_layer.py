@@ -6,6 +6,7 @@ prefill, cropping, reordering, saving) takes the layer's state as a value, chang
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -90,6 +91,13 @@ class StaticKVarNLayer(KVarNLayer):
         self.holds_tokens = False
         self.sure_room = 0  # for so many steps more there is room, and maybe for others
         super().__init__(config, latent_dims)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaticKVarNLayer:
+        # The copy serves the same model: with a config of its own, its steps would be compiled again.
+        memo[id(self.model_config)] = self.model_config
+        memo[id(self)] = new = type(self).__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return new
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         self.__dict__.update(held)
@@ -187,14 +195,14 @@ class StaticKVarNLayer(KVarNLayer):
         ValueError
             If there is no room for them.
         """
-        if torch.compiler.is_compiling():
-            self.sure_room = 0  # nobody counts compiled steps
-            return self.max_cache_len, 0
         if not self.steps(query_length):
             length = int(self.get_seq_length()) + query_length
             check_room(length, self.max_cache_len)
             return length, 0
-        self._claim_room()
+        if torch.compiler.is_compiling():
+            self.sure_room = 0  # nobody counts compiled steps
+        else:
+            self._claim_room()
         return self.max_cache_len, 0
 
     def get_max_length(self) -> int:
@@ -266,9 +274,9 @@ class StaticDenseLayer(StaticLayer):
         self.cumulative_length += tokens_to_remove  # in place: compiled steps rely on its address
 
     def _steps(self, tokens: int) -> bool:
-        return torch.compiler.is_compiling() or (
-            tokens == 1 and self.is_initialized and bool(self.get_seq_length() > 0)
-        )
+        if tokens > 1 or not self.is_initialized:
+            return False
+        return torch.compiler.is_compiling() or bool(self.get_seq_length() > 0)
 
     def _check_room(self, tokens: int) -> None:
         if not torch.compiler.is_compiling():

@@ -482,3 +482,38 @@ def test_a_window_that_moved_cannot_be_cropped():
     with pytest.raises(ValueError, match="max_cache_len must be None to crop"):
         cache.crop(-2)
     assert {int(layer.get_seq_length()) for layer in cache.layers} == {20}
+
+
+def test_copies_and_new_caches_need_no_new_compilation():
+    model = tiny.model("llama")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        _, cache = filled()
+        for held in (cache, copy.deepcopy(cache)):
+            with torch.no_grad():
+                compiled(input_ids=tiny.prompt(2, 1), **{tiny.CACHE_NAME: held})
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvarn"])
+@pytest.mark.parametrize("skipped", [[], [0]])
+def test_prompts_through_a_compiled_model_too(attention, skipped):
+    model = with_attention("llama", attention)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300, skip_layers=skipped)
+    plain = KVarNCache(model.config, SMALL, skip_layers=skipped)
+    with torch.no_grad():
+        for turn in range(2):
+            for held in (cache, plain):
+                held.reset()
+            for tokens in (100, 1, 1, 60, 5, 1):
+                ids = tiny.prompt(1, tokens, seed=tokens + turn)
+                logits = compiled(input_ids=ids, **{tiny.CACHE_NAME: cache}).logits
+                assert torch.allclose(logits, tiny.forward(model, ids, plain), atol=1e-4)
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="only steps of one token can be compiled"):
+        whole(input_ids=tiny.prompt(1, 20), **{tiny.CACHE_NAME: KVarNCache(model.config, SMALL, max_cache_len=300)})
