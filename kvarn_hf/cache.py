@@ -263,7 +263,7 @@ class KVarNCache(DynamicCache):
         Raises
         ------
         ValueError
-            If a layer is of a kind that cannot be saved (linear attention).
+            If a layer is of a kind that cannot be saved (linear attention; with ``max_cache_len``, windows too).
         """
         serialization.save(self, path)
 

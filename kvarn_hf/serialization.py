@@ -18,6 +18,7 @@ from kvarn_hf.monitor import Monitor
 from kvarn_hf.padding import LeftPadding
 from kvarn_hf.reference.quantize import Packed
 from kvarn_hf.state import DenseTokens, LayerState
+from kvarn_hf.static_layer import StaticDenseLayer
 from kvarn_hf.tiles import PackedTiles
 
 if TYPE_CHECKING:
@@ -99,7 +100,14 @@ def _layer_parts(layer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         if sliding:
             entry |= {"sliding_window": layer.sliding_window, "cumulative_length": layer.cumulative_length}
         return entry, {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
-    raise ValueError(f"save() supports full-attention and sliding-window layers, got a {type(layer).__name__}")
+    if isinstance(layer, StaticDenseLayer):
+        held = slice(int(layer.get_seq_length()))
+        parts = {"keys": layer.keys[:, :, held], "values": layer.values[:, :, held]} if layer.is_initialized else {}
+        return {"kind": "dense"}, parts
+    raise ValueError(
+        "save() supports full-attention layers and, without max_cache_len, sliding-window layers, "
+        f"got a {type(layer).__name__}"
+    )
 
 
 def _layer_from(entry: dict[str, Any], parts: dict[str, torch.Tensor], monitor: Monitor | None) -> Any:

@@ -517,3 +517,13 @@ def test_prompts_through_a_compiled_model_too(attention, skipped):
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="only steps of one token can be compiled"):
         whole(input_ids=tiny.prompt(1, 20), **{tiny.CACHE_NAME: KVarNCache(model.config, SMALL, max_cache_len=300)})
+
+
+def test_saved_with_layers_that_stay_dense(tmp_path):
+    model, cache = filled(skip_layers=[0])
+    cache.save(tmp_path / "cache.safetensors")
+    loaded, token = KVarNCache.load(tmp_path / "cache.safetensors"), tiny.prompt(2, 1)
+    assert torch.allclose(tiny.forward(model, token, loaded), tiny.forward(model, token, cache), atol=1e-4)
+    window = KVarNCache(tiny.model("gemma3").config, SMALL, max_cache_len=300)
+    with pytest.raises(ValueError, match="without max_cache_len, sliding-window layers, got a StaticSlidingWindow"):
+        window.save(tmp_path / "window.safetensors")
