@@ -180,3 +180,38 @@ def test_attention_up_to_the_true_length(device, pads, masked, length):
         rounded = attention(query, *(x.half() for x in exact.dequantized(state)), shown, **options)
         allowed = 2 * (rounded - expected).norm() + 2**-10 * expected.norm()
         assert (got - expected).norm() <= allowed
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "per head", "additive"])
+@pytest.mark.parametrize("length", [40, 170])
+def test_attention_in_float32_reads_dense_tensors(device, length, kind):
+    """No fused kernel takes float32, and only the device knows where the tokens end."""
+    layer, _, (step,) = pair(SMALL, device, torch.float32, length, 1)
+    layer.step(*step)
+    generator = torch.Generator().manual_seed(0)
+    heads = 6 if kind in ("per head", "additive") else 1
+    mask = (torch.rand(1, heads, 1, 300, generator=generator) < 0.7).to(device)
+    if kind == "additive":
+        mask = torch.zeros(mask.shape, device=device).masked_fill(~mask, -1.0)
+    query = torch.randn(2, 6, 1, 32, generator=generator).to(device)
+    got = layer.attend(query, None if kind == "none" else mask)
+    length, count, _, _ = layer.progress[0].tolist()
+    state = static.state_of(layer.storage, layer.layout, torch.float32, length, count)
+    shown = None if kind == "none" else mask[..., :length]
+    expected = attention(query, *exact.dequantized(state), shown, scaling=32**-0.5, causal=False)
+    assert (got - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_tokens_that_are_not_finite(device):
+    config = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
+    by_kernel, by_torch, steps = pair(config, device, torch.float32, 8 + 64 + 8 - 1, 3)
+    for layer in (by_kernel, by_torch):
+        layer.views.dense_keys[0, 0, 20, 3] = torch.nan
+        layer.views.dense_values[1, 0, 30, 5] = torch.inf
+        for step in steps:
+            layer.step(*step)
+    assert by_kernel.progress[0, 1] == 1
+    assert (by_kernel.views.prescale - by_torch.views.prescale).abs().max() <= 2**-10 * by_torch.views.prescale.max()
+    for got, want in zip(by_kernel.read(), by_torch.read(), strict=True):
+        assert torch.equal(got.isfinite(), want.isfinite())
+        assert torch.allclose(got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0), atol=1e-2)
