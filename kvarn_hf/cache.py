@@ -52,7 +52,8 @@ class KVarNCache(DynamicCache):
         :class:`~kvarn_hf.Monitor` says. What the cache stores stays the same.
     max_cache_len : int, optional
         Allocate everything once, for so many tokens, prompt and answer together: ``generate()`` then compiles the
-        decode step, as it does for Transformers' ``StaticCache``. Needs ``config``.
+        decode step, as it does for Transformers' ``StaticCache``. Needs ``config``, the model's own, and any attention
+        but flash attention.
 
     Raises
     ------

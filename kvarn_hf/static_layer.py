@@ -67,7 +67,7 @@ class StaticKVarNLayer(KVarNLayer):
     progress : Progress
         The cache's.
     model_config : PreTrainedConfig
-        Says which attention implementation will read what :meth:`update` returns.
+        Says which attention implementation will read what :meth:`update` returns in compiled code.
     """
 
     is_compileable = True
@@ -153,10 +153,19 @@ class StaticKVarNLayer(KVarNLayer):
         Raises
         ------
         ValueError
-            As there, and if there is no room for the new tokens.
+            As there, and if there is no room for the new tokens, or the model uses flash attention, to which nothing
+            says where the tokens end.
         """
         if self.steps(key_states.shape[2]):
-            return self._step(key_states, value_states)
+            if torch.compiler.is_compiling():  # where nobody can ask the module that calls
+                lazy = self.model_config._attn_implementation in reads_lazily
+            return self._step(key_states, value_states, lazy)
+        attention = self.model_config._attn_implementation
+        if "flash" in (attention or ""):
+            raise ValueError(
+                "max_cache_len needs attn_implementation 'kvarn', 'sdpa', 'eager' or 'flex_attention', "
+                f"got {attention!r}"
+            )
         check_room(int(self.get_seq_length()) + key_states.shape[2], self.max_cache_len)
         return super().update(key_states, value_states, *args, lazy=lazy, **kwargs)
 
@@ -164,7 +173,7 @@ class StaticKVarNLayer(KVarNLayer):
         """Whether so many new tokens are taken as a step without the host."""
         return tokens == 1 and self.holds_tokens
 
-    def _step(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
+    def _step(self, keys: torch.Tensor, values: torch.Tensor, lazy: bool) -> tuple[Any, Any]:
         layout = self.layout
         assert self.home is not None
         check_like("key_states", keys, (layout.batch, layout.heads, layout.key_dim), self.dtype, self.device)
@@ -177,7 +186,7 @@ class StaticKVarNLayer(KVarNLayer):
             static.advance(self.progress, numbers)
         static.append(self.storage, self.progress, self.row, keys.detach(), values.detach(), numbers)
         reading = StaticReading(self.storage, self.progress, self.row, layout, self.dtype, self.reads)
-        if self.model_config._attn_implementation not in reads_lazily:
+        if not lazy:
             return reading.dense()
         if torch.compiler.is_compiling():
             return TracedStates(reading, False), TracedStates(reading, True)

@@ -527,3 +527,26 @@ def test_saved_with_layers_that_stay_dense(tmp_path):
     window = KVarNCache(tiny.model("gemma3").config, SMALL, max_cache_len=300)
     with pytest.raises(ValueError, match="without max_cache_len, sliding-window layers, got a StaticSlidingWindow"):
         window.save(tmp_path / "window.safetensors")
+
+
+def test_flash_attention_is_refused():
+    """It would attend to what lies behind the tokens."""
+    config = copy.deepcopy(tiny.model("llama").config)
+    config._attn_implementation_internal = "flash_attention_2"
+    new = torch.zeros(1, 2, 20, 16)
+    with pytest.raises(ValueError, match=r"max_cache_len needs attn_implementation .* got 'flash_attention_2'"):
+        KVarNCache(config, SMALL, max_cache_len=300).update(new, new, 0)
+
+
+@pytest.mark.parametrize(("told", "used"), [(None, "sdpa"), ("sdpa", "eager"), ("eager", "kvarn")])
+def test_an_eager_step_asks_the_module_how_it_reads(told, used):
+    model = with_attention("llama", used)
+    config = copy.deepcopy(model.config)
+    config._attn_implementation_internal = told
+    cache, plain = KVarNCache(config, SMALL, max_cache_len=300), KVarNCache(model.config, SMALL)
+    for tokens in (150, 1, 1):
+        ids = tiny.prompt(1, tokens)
+        assert torch.allclose(tiny.forward(model, ids, cache), tiny.forward(model, ids, plain), atol=1e-4)
+    reads = cache.report()["reads"]
+    assert (reads["fused"] > 0) == (used != "eager")
+    assert (reads["dequantized"] > 0) == (used == "eager")
