@@ -365,8 +365,8 @@ def append(
         (),
         (
             size,
-            *shape_constants(key_dim, key_bits, method),
-            *shape_constants(value_dim, value_bits, method),
+            *shape_constants(key_dim, key_bits, method, keys.device.index),
+            *shape_constants(value_dim, value_bits, method, keys.device.index),
             method,
             iterations,
             pad is not None,

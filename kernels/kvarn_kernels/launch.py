@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
+
+RESERVED_SHARED = 1024  # bytes of a multiprocessor's shared memory, for every program that it runs
 
 
 def power_of_two(n: int) -> int:
@@ -29,6 +32,14 @@ def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     # Entering the context costs microseconds, and is needed only when another GPU is current.
     other = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if other else nullcontext()
+
+
+@cache
+def shared_memory(device: int | None) -> int:
+    """Bytes of shared memory that one program may take on a CUDA device; without one (None) there is no limit."""
+    if device is None:
+        return 1 << 30
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - RESERVED_SHARED
 
 
 # Compiled kernels by all that they were compiled for.

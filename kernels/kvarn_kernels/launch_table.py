@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvarn_kernels.launch import RESERVED_SHARED
+
 
 class Tuning(NamedTuple):
     """One row of the table.
@@ -57,7 +59,7 @@ _OTHERWISE = Tuning(block=16, weight=2, warps=1, stages=2, registers=None, dense
 _INTERPRETED_PROGRAMS = 16
 _MOST_SLICES = 256  # what is combined in one step
 # Every architecture that the kernels run on has these.
-_REGISTERS, _SCHEDULERS, _MOST_PROGRAMS, _RESERVED_SHARED = 65536, 4, 32, 1024
+_REGISTERS, _SCHEDULERS, _MOST_PROGRAMS = 65536, 4, 32
 
 
 @lru_cache(maxsize=256)
@@ -76,7 +78,7 @@ def programs_at_once(kernel: Any, device: int | None) -> int:
     warps, registers_of_warp = kernel.metadata.num_warps, -(-kernel.n_regs * 32 // 256) * 256
     # Every scheduler has registers of its own.
     by_registers = _REGISTERS // _SCHEDULERS // registers_of_warp * _SCHEDULERS // warps
-    by_shared = properties.shared_memory_per_multiprocessor // (kernel.metadata.shared + _RESERVED_SHARED)
+    by_shared = properties.shared_memory_per_multiprocessor // (kernel.metadata.shared + RESERVED_SHARED)
     return max(1, min(by_registers, by_shared, _MOST_PROGRAMS)) * properties.multi_processor_count
 
 

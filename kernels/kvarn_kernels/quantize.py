@@ -20,7 +20,7 @@ from kvarn_kernels.arithmetic import (
     power_of_two,
     reciprocal,
 )
-from kvarn_kernels.launch import launch, padded, rotation_block
+from kvarn_kernels.launch import launch, padded, rotation_block, shared_memory
 from kvarn_kernels.normalize import variance_normalize, variance_normalize_published
 from kvarn_kernels.packing import store_key_codes, store_value_codes
 from kvarn_kernels.rotation import hadamard_signs, split
@@ -39,6 +39,7 @@ _CLIP_SEARCH = {2: (0.45, 12), 3: (0.6, 9), 4: (0.76, 7), 8: (1.0, 1)}
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _WIDEST = tl.constexpr(256)
 LARGEST_HEAD_DIM = 512
+_SHARED_BY_128_CHANNELS = 1 << 17
 
 
 @triton.jit
@@ -578,8 +579,8 @@ def quantize_tiles(
         (tiles, key_arena[0].shape[2], slot, position),
         (
             size,
-            *shape_constants(key_dim, key_bits, method),
-            *shape_constants(value_dim, value_bits, method),
+            *shape_constants(key_dim, key_bits, method, keys.device.index),
+            *shape_constants(value_dim, value_bits, method, keys.device.index),
             method,
             iterations,
             not keys.is_cuda,
@@ -590,13 +591,15 @@ def quantize_tiles(
 
 
 @cache
-def shape_constants(dim: int, bits: int, method: str) -> tuple[int, int, int, int, int, float, int]:
-    """DIM, PADDED, CHUNK, BLOCK, BITS, NARROWEST, CANDIDATES of keys or values."""
+def shape_constants(dim: int, bits: int, method: str, device: int | None) -> tuple[int, int, int, int, int, float, int]:
+    """DIM, PADDED, CHUNK, BLOCK, BITS, NARROWEST, CANDIDATES of keys or values, on a CUDA device (None: none)."""
     if dim % 8 or not 8 <= dim <= LARGEST_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 8 from 8 to {LARGEST_HEAD_DIM}, got {dim}")
     side = padded(dim)
-    # A chunk of channels and its slice of the signs must fit the shared memory together.
-    chunk = side if side <= 128 or method == "rtn" else 64
+    # A chunk of channels and its slice of the signs must fit the shared memory together: 128 channels fit that of data
+    # center GPUs, 64 that of all.
+    widest = 128 if shared_memory(device) >= _SHARED_BY_128_CHANNELS else 64
+    chunk = side if side <= widest or method == "rtn" else 64
     return dim, side, chunk, rotation_block(dim), bits, *_CLIP_SEARCH[bits]
 
 

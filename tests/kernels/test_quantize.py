@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import pytest
@@ -182,3 +183,17 @@ def test_addresses_beyond_32_bits():
     x = wide[..., :128].transpose(1, 2)
     x.copy_(cases.tokens(x.shape, torch.bfloat16, "cuda"))
     check(x, x, config)
+
+
+@pytest.mark.parametrize("dim", [96, 128])
+def test_gpus_with_little_shared_memory(monkeypatch, device, dim):
+    """They read the channels in chunks, as all GPUs do for larger head_dims, and compute the same."""
+    module = importlib.import_module("kvarn_kernels.quantize")
+    module.shape_constants.cache_clear()
+    monkeypatch.setattr(module, "shared_memory", lambda device: 99 << 10)
+    assert module.shape_constants(dim, 4, "kvarn", None)[2] == 64
+    assert module.shape_constants(64, 4, "kvarn", None)[2] == 64
+    assert module.shape_constants(dim, 4, "rtn", None)[2] == 128
+    keys, values = (cases.tokens((1, 1, 128, dim), torch.float16, device, seed) for seed in (0, 1))
+    check(keys, values, KVarNConfig())
+    module.shape_constants.cache_clear()
