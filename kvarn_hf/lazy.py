@@ -34,8 +34,29 @@ _METADATA = {
 
 
 # ``x[:, :, None, :, :].expand(...).reshape(...)`` is how Transformers repeats KV heads.
-_REPEATING = {torch.Tensor.__getitem__, torch.Tensor.expand, torch.Tensor.reshape}
+_REPEATING = {
+    torch.Tensor.__getitem__: "getitem",
+    torch.Tensor.expand: "expand",
+    torch.Tensor.reshape: "reshape",
+}
 _WITH_GROUPS = (slice(None), slice(None), None, slice(None), slice(None))
+
+
+def repetition(
+    call: str, arguments: tuple[Any, ...], shape: tuple[int, ...], repeats: int, grouped: bool
+) -> tuple[int, bool] | None:
+    """Repeats, and whether they have a dimension of their own, after a step of repeating KV heads, which needs no data.
+
+    ``call`` is "getitem", "expand" or "reshape", of states with this ``shape``; None for any other step.
+    """
+    if call == "getitem":
+        return (1, True) if arguments == (_WITH_GROUPS,) and not grouped and repeats == 1 else None
+    if not grouped:
+        return None
+    if call == "expand":
+        kept = (*arguments[:2], *arguments[3:]) == (*shape[:2], *shape[3:])
+        return (arguments[2], True) if kept and repeats == 1 else None
+    return (repeats, False) if arguments == (shape[0], shape[1] * shape[2], *shape[3:]) else None
 
 
 class Reading:
@@ -126,17 +147,8 @@ class LazyStates(torch.Tensor):
 
     def _repeating(self, func: Any, arguments: tuple[Any, ...]) -> LazyStates | None:
         """What one of the three steps of repeating KV heads gives; None for any other call."""
-        shape = tuple(self.shape)
-        if func is torch.Tensor.__getitem__ and arguments == (_WITH_GROUPS,) and not self.grouped and self.repeats == 1:
-            return LazyStates._make(self.reading, self.is_value, 1, True)
-        if not self.grouped:
-            return None
-        kept = (*arguments[:2], *arguments[3:]) == (*shape[:2], *shape[3:])
-        if func is torch.Tensor.expand and self.repeats == 1 and kept:
-            return LazyStates._make(self.reading, self.is_value, arguments[2], True)
-        if func is torch.Tensor.reshape and arguments == (shape[0], shape[1] * shape[2], *shape[3:]):
-            return LazyStates._make(self.reading, self.is_value, self.repeats, False)
-        return None
+        found = repetition(_REPEATING[func], arguments, tuple(self.shape), self.repeats, self.grouped)
+        return None if found is None else LazyStates._make(self.reading, self.is_value, *found)
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():

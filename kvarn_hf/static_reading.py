@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 from kvarn_hf import static
-from kvarn_hf.lazy import attend_lazily
+from kvarn_hf.lazy import attend_lazily, repetition
 from kvarn_hf.static import Layout
 
 
@@ -105,26 +105,22 @@ class TracedStates:
         return getattr(self.dense(), name)
 
     def __getitem__(self, index: Any) -> Any:
-        if (
-            not self.grouped
-            and self.repeats == 1
-            and index == (slice(None), slice(None), None, slice(None), slice(None))
-        ):
-            return TracedStates(self.reading, self.is_value, 1, True)
-        return self.dense()[index]
+        repeated = self._repeated("getitem", (index,))
+        return self.dense()[index] if repeated is None else repeated
 
     def expand(self, *sizes: int) -> Any:
-        """See :meth:`torch.Tensor.expand`; repeating KV heads needs no data."""
-        if self.grouped and self.repeats == 1 and (*sizes[:2], *sizes[3:]) == (*self.shape[:2], *self.shape[3:]):
-            return TracedStates(self.reading, self.is_value, sizes[2], True)
-        return self.dense().expand(*sizes)
+        """See :meth:`torch.Tensor.expand`."""
+        repeated = self._repeated("expand", sizes)
+        return self.dense().expand(*sizes) if repeated is None else repeated
 
     def reshape(self, *sizes: int) -> Any:
-        """See :meth:`torch.Tensor.reshape`; repeating KV heads needs no data."""
-        shape = self.shape
-        if self.grouped and sizes == (shape[0], shape[1] * shape[2], *shape[3:]):
-            return TracedStates(self.reading, self.is_value, self.repeats, False)
-        return self.dense().reshape(*sizes)
+        """See :meth:`torch.Tensor.reshape`."""
+        repeated = self._repeated("reshape", sizes)
+        return self.dense().reshape(*sizes) if repeated is None else repeated
+
+    def _repeated(self, call: str, arguments: tuple[Any, ...]) -> TracedStates | None:
+        found = repetition(call, arguments, self.shape, self.repeats, self.grouped)
+        return None if found is None else TracedStates(self.reading, self.is_value, *found)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
