@@ -5,6 +5,7 @@ Numbers are those of the list the cases come from; each docstring names the symp
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -569,8 +570,13 @@ def test_24_reported_bytes_are_held_bytes():
     gc.collect()
 
     def alive() -> dict[int, int]:
-        tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        storages = {}
+        for x in gc.get_objects():
+            if issubclass(type(x), torch.Tensor):
+                # What torch.compile has left of other tests in this process has no data.
+                with contextlib.suppress(RuntimeError, NotImplementedError):
+                    storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return storages
 
     before = alive()
     keys, values = random_kv(1, 2, 4096, 128, dtype=torch.float16)
