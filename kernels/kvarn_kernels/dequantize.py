@@ -334,10 +334,10 @@ def _dequantize_keys(
     if prescale_ptr is not None:
         inverse = reciprocal(_by_channel(prescale_ptr, start, 1.0, OUTER, DIM).to(tl.float32), INTERPRETED)
     for step in range(STEPS):
-        high = 0
-        if BITS == 3 and CHUNKS == 1:
-            high = _key_bytes(codes_ptr + ROWS * DIM, row % (TILE // 8), start, OUTER, DIM)
         if CHUNKS == 1:
+            high = 0
+            if BITS == 3:
+                high = _key_bytes(codes_ptr + ROWS * DIM, row % (TILE // 8), start, OUTER, DIM)
             # The next step's bytes are on their way during this one's work.
             current = byte
             byte = _key_bytes(codes_ptr, row + (8 if step + 1 < STEPS else 0), start, OUTER, DIM)
@@ -353,6 +353,7 @@ def _dequantize_keys(
                         scale = (_by_channel(channel_scale_ptr, c, 0.0, OUTER, DIM).to(tl.float32) * sign).to(DTYPE)
                         zero = (_by_channel(zero_point_ptr, c, 0.0, OUTER, DIM).to(tl.float32) * sign).to(DTYPE)
                         current = _key_bytes(codes_ptr, row, c, OUTER, DIM)
+                        high = 0
                         if BITS == 3:
                             high = _key_bytes(codes_ptr + ROWS * DIM, row % (TILE // 8), c, OUTER, DIM)
                     codes = _key_codes(current, high, row, i, BITS, TILE, INTERPRETED)
@@ -445,8 +446,8 @@ def _dequantize_values(
         of_ones = scale
     nothing = tl.zeros([4, 8, OUTER, 8], DTYPE)
     for step in range(STEPS):
-        high = 0
         if CHUNKS == 1:
+            high = 0
             # The next step's bytes are on their way during this one's work.
             word = following
             after = begin + (32 if step + 1 < STEPS else 0)
@@ -465,6 +466,7 @@ def _dequantize_values(
                         sign = unit * _sign((start - first) // CHANNELS, chunk)
                         scale = (_by_channel(channel_scale_ptr, c, 0.0, OUTER, DIM).to(tl.float32) * sign).to(DTYPE)
                         word = _value_words(codes_ptr, begin, c // PER_BYTE, WIDTH, DIM // PER_BYTE, OUTER, TILE)
+                        high = 0
                         if BITS == 3:
                             high = _high_words(codes_ptr, begin, c, OUTER, TILE, DIM)
                     codes = _value_codes(word, high, i, BITS, OUTER, INTERPRETED)
