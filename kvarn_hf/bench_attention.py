@@ -65,6 +65,7 @@ class Inputs:
     prescale: torch.Tensor
     dense_keys: torch.Tensor
     dense_values: torch.Tensor
+    tickets: torch.Tensor
 
     @classmethod
     def random(cls, shape: Shape, preset: str, seed: int = 0, device: str = "cuda") -> Inputs:
@@ -94,7 +95,8 @@ class Inputs:
         prescale = torch.empty(batch, heads, dim, dtype=torch.float16, device=device)
         uniform(prescale, 0.5, 1.0)
         query = normal(batch, heads * groups, 1, dim)
-        return cls(config, query, tiles, prescale, normal(*shape_of_dense), normal(*shape_of_dense))
+        tickets = torch.zeros(batch * heads * groups, dtype=torch.int32, device=device)
+        return cls(config, query, tiles, prescale, normal(*shape_of_dense), normal(*shape_of_dense), tickets)
 
     @property
     def packed_bytes(self) -> int:
@@ -123,6 +125,7 @@ class Inputs:
             value_bits=self.config.value_bits,
             rotated=True,
             scaling=self.query.shape[-1] ** -0.5,
+            tickets=self.tickets,
             **options,
         )
 

@@ -25,15 +25,12 @@ from kvarn_kernels.launch_table import Tuning  # noqa: E402
 PRESET = "kvarn_k4v2_g128"
 WEIGHTS = (2, 3)
 REGISTERS = (None, 128, 168)
-FETCHED = (0, 2)
-DEPENDENT = (False, True)
 
 
 def options(weights: Iterable[int] = WEIGHTS) -> list[Tuning]:
     """The candidates."""
     every = itertools.product((16, 32), weights, (1,), (2, 3), REGISTERS, (2, 3))
-    starts = itertools.product((16,), weights, (1,), (2,), (None,), (2,), FETCHED, DEPENDENT)
-    return [*itertools.starmap(Tuning, (*every, *starts)), Tuning(16, 2, 2, 2, None, 2)]
+    return [*itertools.starmap(Tuning, every), Tuning(16, 2, 2, 2, None, 2)]
 
 
 def compile_one(job: tuple[bench.Shape, Tuning]) -> None:
