@@ -1,0 +1,362 @@
+"""Compiles kernels for many settings on a machine without a GPU: ``python compile_kernels.py append advance``.
+
+The host functions run as they are, so what is compiled is what they would launch: only their tensors hold no data, and
+Triton's driver launches nothing. To be run in a process of its own, as Triton decides when a kernel is defined whether
+it is interpreted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch._subclasses import FakeTensor, FakeTensorMode
+from triton.backends.compiler import GPUTarget
+
+from kvarn_kernels import dequantize_tiles, quantize_tiles
+from kvarn_kernels.append import advance, append
+from kvarn_kernels.decode_attention import decode_attention
+
+Variant = dict[str, Any]
+
+# Architectures, each a GPU, and the shared memory (KiB) of a multiprocessor.
+GPUS = {80: 164, 86: 100, 90: 228}
+
+
+class Machine:
+    """The GPUs, which of them is current, and the stage at which compilation ends."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.last_stage = "cubin"
+        self.compiled: list[str] = []
+
+    @property
+    def arch(self) -> int:
+        return list(GPUS)[self.current]
+
+    def properties(self, device: int) -> SimpleNamespace:
+        arch, kib = list(GPUS.items())[device]
+        return SimpleNamespace(major=arch // 10, shared_memory_per_multiprocessor=kib << 10, multi_processor_count=108)
+
+    def install(self) -> None:
+        """Put this machine where torch and Triton look for one."""
+        torch.cuda.current_device = lambda: self.current
+        torch.cuda.get_device_properties = self.properties
+        FakeTensor.data_ptr = lambda tensor: 0
+        triton.runtime.driver.set_active(Driver(self))
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.compilation.listener = lambda src, **_: self.compiled.append(src.fn.__name__)
+        nvidia = triton.backends.backends["nvidia"]
+        triton.backends.backends["nvidia"] = triton.backends.Backend(ending_early(nvidia.compiler, self), nvidia.driver)
+
+
+class Driver:
+    """What Triton asks of a driver between compiling and launching; no kernel runs."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.machine.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.machine.current
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": (list(GPUS.values())[device] - 1) << 10}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        return object(), 0, 128, 0, 1024  # module, function, registers, spills, most threads
+
+    def unload_module(self, module: Any) -> None: ...
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+def ending_early(backend: Any, machine: Machine) -> Any:
+    """Triton's compiler for CUDA, ending after ``machine.last_stage``."""
+
+    class EndingEarly(backend):
+        def add_stages(self, stages, options, language):
+            super().add_stages(stages, options, language)
+            names = list(stages)
+            for name in names[names.index(machine.last_stage) + 1 :]:
+                stages[name] = self.nothing
+
+        def nothing(self, source, metadata):
+            # As far as a stage that did run has not set them.
+            metadata.setdefault("name", "nothing")
+            metadata.setdefault("shared", 0)
+            return b""
+
+    return EndingEarly
+
+
+def pairwise(factors: dict[str, Sequence[Any]]) -> list[Variant]:
+    """Settings in which every two values of two factors meet at least once."""
+
+    def pairs(chosen: dict[str, int]) -> set[tuple[tuple[str, int], ...]]:
+        return set(itertools.combinations(sorted(chosen.items()), 2))
+
+    missing: set[tuple[tuple[str, int], ...]] = set()
+    for a, b in itertools.combinations(factors, 2):
+        for i, j in itertools.product(range(len(factors[a])), range(len(factors[b]))):
+            missing |= pairs({a: i, b: j})
+    variants = []
+    while missing:
+        chosen = dict(min(missing))
+        others = [name for name in factors if name not in chosen]
+        for name in sorted(others, key=lambda name: -len(factors[name])):
+            gains = [len(pairs({**chosen, name: i}) & missing) for i in range(len(factors[name]))]
+            chosen[name] = gains.index(max(gains))
+        missing -= pairs(chosen)
+        variants.append({name: values[chosen[name]] for name, values in factors.items()})
+    return variants
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
+
+
+def tokens(v: Variant, length: int, dim: int) -> torch.Tensor:
+    """``[2, heads, length, dim]``, contiguous or with its dimensions stored in reverse."""
+    if v["reversed"]:
+        return empty(dim, length, v["heads"], 2, dtype=v["dtype"]).permute(3, 2, 1, 0)
+    return empty(2, v["heads"], length, dim, dtype=v["dtype"])
+
+
+def arenas(v: Variant) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Codes, channel scale, token scale and zero point of keys and of values."""
+    lead, size, (key_dim, value_dim) = (2, v["heads"], v["capacity"]), v["tile_size"], v["dims"]
+
+    def arena(codes: tuple[int, int], channels: int, zero_points: int) -> tuple[torch.Tensor, ...]:
+        return empty(*lead, *codes, dtype=torch.uint8), *(empty(*lead, n) for n in (channels, size, zero_points))
+
+    keys = arena((size * v["key_bits"] // 8, key_dim), key_dim, key_dim)
+    return keys, arena((value_dim * v["value_bits"] // 8, size), value_dim, size)
+
+
+# Every head_dim is one of keys and one of values. Numbers that are 1 are constants to Triton, so each is 1 at times.
+TILES: dict[str, Sequence[Any]] = {
+    "arch": (80, 90),
+    "tile_size": (128, 64),
+    "key_bits": (4, 2, 3, 8),
+    "value_bits": (2, 3, 4, 8),
+    "dims": ((128, 128), (64, 80), (80, 96), (96, 64), (192, 256), (256, 512), (512, 192)),
+    "dtype": (torch.bfloat16, torch.float16, torch.float32),
+    "heads": (2, 1),
+    "capacity": (4, 1),
+}
+METHODS = ("kvarn", "published", "hadamard", "rtn")
+
+
+def quantize(v: Variant) -> None:
+    quantize_tiles(
+        *(tokens(v, v["capacity"] * v["tile_size"], dim) for dim in v["dims"]),
+        empty(2, v["heads"], v["dims"][0]) if v["method"] == "kvarn" else None,
+        empty(2, dtype=torch.int64) if v["padded"] else None,
+        *arenas(v),
+        slot=0,
+        position=0,
+        key_bits=v["key_bits"],
+        value_bits=v["value_bits"],
+        method=v["method"],
+        iterations=v["iterations"],
+    )
+
+
+def dequantize(v: Variant) -> None:
+    run = [empty(2, v["heads"], 1, dim, dtype=v["dtype"]) for dim in v["dims"]]
+    dequantize_tiles(
+        *arenas(v),
+        empty(2, v["heads"], v["dims"][0]) if v["prescale"] else None,
+        empty(2, dtype=torch.int64) if v["rows"] else None,
+        *(tokens(v, 50, dim) for dim in v["dims"]),
+        (empty(2, dtype=torch.int64), *run) if v["padded"] else None,
+        count=1,
+        sink_length=16,
+        key_bits=v["key_bits"],
+        value_bits=v["value_bits"],
+        rotated=v["rotated"],
+    )
+
+
+def append_token(v: Variant) -> None:
+    lead, (sink_length, residual_length) = (2, v["heads"]), v["lengths"]
+    dense = 1 if v["capacity"] == 1 else sink_length + residual_length + v["tile_size"]
+    append(
+        *(tokens(v, 1, dim) for dim in v["dims"]),
+        empty(4, dtype=torch.int64),
+        *(empty(*lead, dense, dim, dtype=v["dtype"]) for dim in v["dims"]),
+        empty(*lead, v["dims"][0]),
+        empty(2, dtype=torch.int64) if v["padded"] else None,
+        *arenas(v),
+        sink_length=sink_length,
+        residual_length=residual_length,
+        key_bits=v["key_bits"],
+        value_bits=v["value_bits"],
+        method=v["method"],
+        iterations=v["iterations"],
+    )
+
+
+def advance_layers(v: Variant) -> None:
+    sink_length, residual_length = v["lengths"]
+    progress = empty(v["layers"], 4, dtype=torch.int64)
+    advance(
+        progress,
+        most=v["most"],
+        sink_length=sink_length,
+        residual_length=residual_length,
+        tile_size=v["tile_size"],
+    )
+
+
+def attend(v: Variant) -> None:
+    lead, key_dim, queries, dense = (2, v["heads"]), v["dims"][0], v["queries"], 16 + v["tail"]
+    query_heads = v["heads"] * v["group"]
+    run = [empty(*lead, 1, dim, dtype=v["dtype"]) for dim in v["dims"]]
+    mask = None
+    if v["mask"] is not None:
+        dtype, shared = v["mask"]
+        columns = (1, 1) if shared else (query_heads, queries)
+        mask = empty(2, *columns, dense + v["capacity"] * v["tile_size"], dtype=dtype)
+    decode_attention(
+        empty(2, queries, query_heads, key_dim, dtype=v["dtype"]).transpose(1, 2),
+        *arenas(v),
+        empty(*lead, key_dim) if v["prescale"] else None,
+        empty(2, dtype=torch.int64) if v["rows"] else None,
+        *(empty(*lead, dense, dim, dtype=v["dtype"]) for dim in v["dims"]),
+        (empty(2, dtype=torch.int64), *run) if v["padded"] else None,
+        mask,
+        empty(4, dtype=torch.int64) if v["progress"] else None,
+        count=v["capacity"],
+        sink_length=16,
+        key_bits=v["key_bits"],
+        value_bits=v["value_bits"],
+        rotated=v["rotated"],
+        scaling=key_dim**-0.5,
+        causal=v["causal"],
+        sliding_window=v["window"],
+        softcap=v["softcap"],
+        sinks=None if v["sinks"] is None else empty(query_heads, dtype=v["sinks"]),
+        tickets=empty(2 * query_heads * queries, dtype=torch.int32) if v["joined"] else None,
+        slices=v["slices"],
+    )
+
+
+LENGTHS = ((16, 64), (1, 0), (0, 1), (128, 128))
+LEAST_SHARED_MEMORY = {"arch": 86, "dims": (256, 256)}
+# Host function, factors, and what is compiled further than to Triton's IR: up to which stage, and how it differs from
+# the first value of every factor. The tile kernels end at the stage that lays out shared memory, as the rest takes
+# seconds.
+CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list[tuple[str, Variant]]]] = {
+    "quantize": (
+        quantize,
+        {**TILES, "method": METHODS, "iterations": (8, 0), "padded": (False, True), "reversed": (False, True)},
+        [("llir", LEAST_SHARED_MEMORY)],
+    ),
+    "append": (
+        append_token,
+        {
+            **TILES,
+            "method": METHODS,
+            "iterations": (8, 0),
+            "lengths": LENGTHS,
+            "padded": (False, True),
+            "reversed": (False, True),
+        },
+        [("llir", LEAST_SHARED_MEMORY)],
+    ),
+    "advance": (
+        advance_layers,
+        {"arch": (80, 90), "layers": (28, 1), "most": (4096, 1), "lengths": LENGTHS, "tile_size": (128, 64)},
+        [("cubin", {"arch": 86})],
+    ),
+    "dequantize": (
+        dequantize,
+        {
+            **TILES,
+            "rotated": (True, False),
+            "prescale": (True, False),
+            "rows": (False, True),
+            "padded": (False, True),
+            "reversed": (False, True),
+        },
+        [("cubin", {"arch": 86})],
+    ),
+    "attention": (
+        attend,
+        {
+            **TILES,
+            "dims": ((128, 128), (64, 80), (80, 96), (96, 64), (192, 256), (256, 192)),
+            "dtype": (torch.bfloat16, torch.float16),
+            "queries": (1, 2, 16),
+            "group": (4, 1),
+            "tail": (64, 0),
+            "rotated": (True, False),
+            "prescale": (True, False),
+            "rows": (False, True),
+            "padded": (False, True),
+            # The dtype, and whether it is the same for all heads and queries.
+            "mask": (None, (torch.bool, True), (torch.bool, False), (torch.bfloat16, True), (torch.float32, False)),
+            "progress": (False, True),
+            "causal": (True, False),
+            "window": (None, 100),
+            "softcap": (None, 30.0),
+            "sinks": (None, torch.bfloat16, torch.float32),
+            "slices": (0, 1, 7, 40),
+            "joined": (False, True),
+        },
+        [("cubin", {"arch": 86}), ("cubin", {"arch": 86, "slices": 7, "joined": True})],
+    ),
+}
+
+
+def innermost(error: BaseException) -> str:
+    """What is wrong, rather than which calls led there."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def main(names: Sequence[str]) -> None:
+    """Compile and print, as JSON lines, each setting and then the kernels compiled for it and the error, if any."""
+    warnings.filterwarnings("ignore")
+    machine = Machine()
+    machine.install()
+    for name in names:
+        call, factors, further = CASES[name]
+        usual = {factor: values[0] for factor, values in factors.items()}
+        # These first: what has been compiled is not compiled again.
+        every = [(stage, {**usual, **changed}) for stage, changed in further]
+        every += [("ttir", variant) for variant in pairwise(factors)]
+        for machine.last_stage, variant in every:
+            machine.current = list(GPUS).index(variant["arch"])
+            machine.compiled.clear()
+            setting = " ".join(f"{key}={value}" for key, value in variant.items())
+            print(json.dumps(f"{name} to {machine.last_stage}: {setting}"), flush=True)
+            error = None
+            try:
+                with FakeTensorMode():
+                    call(variant)
+            except Exception as e:
+                error = innermost(e)
+            print(json.dumps({"kernels": machine.compiled, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
