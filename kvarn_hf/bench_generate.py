@@ -43,13 +43,23 @@ SHAPES = {
 }
 
 
+LONGEST = 0  # as a context: what fits
 _WARM_UP_TOKENS = 8
+_FILLED_AT_ONCE = 1 << 18  # tokens, of all rows: a prompt in pieces, as what fits leaves no room for more
+_RESERVED = 0.03  # of the GPU's memory, for a step's own tensors and what the allocator cannot use
 
 
 def _fill(cache: Any, model: Any, batch: int, context: int) -> None:
     """Random keys and values in every layer."""
     for layer in range(model.config.num_hidden_layers):
         cache.update(*_random_states(model, batch, context), layer)
+
+
+def _fill_kvarn(cache: Any, model: Any, batch: int, context: int) -> None:
+    # Reading nothing back, as attention that reads packed tiles.
+    for layer in cache.layers:
+        for start in range(0, context, _FILLED_AT_ONCE // batch):
+            layer.update(*_random_states(model, batch, min(_FILLED_AT_ONCE // batch, context - start)), lazy=True)
 
 
 def _fill_turboquant(cache: Any, model: Any, batch: int, context: int) -> None:
@@ -88,13 +98,15 @@ CONTESTANTS = {
     "quanto-int4": Contestant.named("quanto-int4"),
     "hqq-int4": Contestant.named("hqq-int4"),
     "fused-turboquant-4bit": Contestant.named("fused-turboquant-4bit", fill=_fill_turboquant),
-    "kvarn": Contestant.named("kvarn_k4v2_g128"),
-    "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), attention="kvarn"),
-    "kvarn-dequantized": Contestant(lambda model, length: KVarNCache(model.config, fused=False)),
-    "kvarn-k2v2": Contestant.named("kvarn_k2v2_g128"),
-    "kvarn-compiled": Contestant(lambda model, length: KVarNCache(model.config, max_cache_len=length)),
+    "kvarn": Contestant.named("kvarn_k4v2_g128", fill=_fill_kvarn),
+    "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), attention="kvarn", fill=_fill_kvarn),
+    "kvarn-dequantized": Contestant(lambda model, length: KVarNCache(model.config, fused=False), fill=_fill_kvarn),
+    "kvarn-k2v2": Contestant.named("kvarn_k2v2_g128", fill=_fill_kvarn),
+    "kvarn-compiled": Contestant(
+        lambda model, length: KVarNCache(model.config, max_cache_len=length), fill=_fill_kvarn
+    ),
     "kvarn-attention-compiled": Contestant(
-        lambda model, length: KVarNCache(model.config, max_cache_len=length), attention="kvarn"
+        lambda model, length: KVarNCache(model.config, max_cache_len=length), attention="kvarn", fill=_fill_kvarn
     ),
 }
 
@@ -114,13 +126,14 @@ DEFAULT_CACHES = (
 
 @dataclass(frozen=True)
 class Timing:
-    """One row: median milliseconds of a decode step, seconds that compiling and capturing took before, and memory in
-    GiB after filling the cache and at the peak."""
+    """One row: median milliseconds of a decode step, tokens that all rows get in a second, seconds that compiling and
+    capturing took before, and memory in GiB after filling the cache and at the peak."""
 
     cache: str
     batch: int
     context: int
     step_ms: float | None
+    tokens_per_second: float | None
     warm_up_s: float | None
     cache_gib: float | None
     peak_gib: float | None
@@ -140,14 +153,16 @@ def generate(
 
     The cache is filled with random keys and values, not by a prefill, so that a run takes minutes. Then ``generate()``
     runs twice: for a few tokens, in which caches that compile do so, and for ``new_tokens``, which count. Rows are
-    printed, and written, as they come.
+    printed, and written, as they come. What every contestant that compiles would have to wait for, the compiler's own
+    start, is done before.
 
     Parameters
     ----------
     shape : str
         A key of :data:`SHAPES`.
     contexts, batches : sequence of int
-        Tokens in the cache, and rows.
+        Tokens in the cache, and rows. :data:`LONGEST` (0) as a context is the longest that each cache has room for,
+        in steps of 1,024.
     caches : sequence of str
         Keys of :data:`CONTESTANTS`.
     new_tokens : int
@@ -167,7 +182,8 @@ def generate(
         if unknown:
             raise ValueError(f"{name} must be of {', '.join(allowed)}, got {unknown[0]!r}")
     console = Console()
-    model = _random_model(shape, max(contexts) + 2 * new_tokens + 2, device)
+    model = _random_model(shape, device)
+    _start_compiler(device)
     rows: list[Timing] = []
     with Progress(console=console) as progress, torch.inference_mode():
         task = progress.add_task("decoding", total=len(batches) * len(contexts) * len(caches))
@@ -183,8 +199,8 @@ def generate(
     return [asdict(row) for row in rows]
 
 
-def _random_model(shape: str, length: int, device: str) -> torch.nn.Module:
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=length, dtype=torch.bfloat16)
+def _random_model(shape: str, device: str) -> torch.nn.Module:
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=1 << 20, dtype=torch.bfloat16)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
@@ -192,15 +208,42 @@ def _random_model(shape: str, length: int, device: str) -> torch.nn.Module:
     return model
 
 
+def _start_compiler(device: str) -> None:
+    """Imports, and the processes that compile: the first to compile anything waits for them."""
+    torch.compile(lambda x: torch.nn.functional.gelu(x) + x.sum(), mode="reduce-overhead")(
+        torch.ones(64, 64, device=device)
+    )
+    torch._dynamo.reset()
+
+
+def _longest(model: Any, contestant: Contestant, batch: int, steps: int) -> int:
+    """Tokens per row that a cache has room for, by what it holds per token."""
+    held, lengths = [], (8192, 16384)
+    for length in lengths:
+        before = _allocated()
+        cache = contestant.make(model, length)
+        contestant.fill(cache, model, batch, length)
+        held.append(torch.cuda.memory_allocated() - before)
+        del cache
+    per_token = (held[1] - held[0]) / (lengths[1] - lengths[0])
+    room = torch.cuda.get_device_properties(model.device).total_memory * (1 - _RESERVED) - _allocated()
+    return int((room - held[0]) / per_token + lengths[0] - steps) // 1024 * 1024
+
+
+def _allocated() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
 def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> Timing:
     contestant = CONTESTANTS[name]
     model.set_attn_implementation(contestant.attention)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated()
+    steps_to_come = _WARM_UP_TOKENS + new_tokens + 2
+    base = _allocated()
     try:
-        cache = contestant.make(model, context + 2 * new_tokens + 2)
+        context = context or _longest(model, contestant, batch, steps_to_come)
+        cache = contestant.make(model, context + steps_to_come)
         contestant.fill(cache, model, batch, context)
         held = torch.cuda.memory_allocated() - base
         torch.cuda.reset_peak_memory_stats()
@@ -225,9 +268,10 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
             seconds.append(time.perf_counter() - start)
         peak = torch.cuda.max_memory_allocated() - base
         warm_up = max(0.0, seconds[0] - _WARM_UP_TOKENS * statistics.median(steps))
-        return Timing(name, batch, context, 1e3 * statistics.median(steps), warm_up, held / 2**30, peak / 2**30)
+        step, gib = statistics.median(steps), 2.0**-30
+        return Timing(name, batch, context, 1e3 * step, batch / step, warm_up, held * gib, peak * gib)
     except Exception as error:  # a competitor that fails is a row of the table, not the end of the run
-        return Timing(name, batch, context, None, None, None, None, f"{type(error).__name__}: {error}"[:200])
+        return Timing(name, batch, context, *(None,) * 5, failure=f"{type(error).__name__}: {error}"[:200])
     finally:
         contestant.release(model)
         # Every contestant compiles for itself, and none is left over from the one before.
@@ -263,12 +307,23 @@ def _table(rows: Sequence[Timing], shape: str) -> Table:
     table = Table(
         title=f"generate(), {shape} shape, bfloat16, {torch.cuda.get_device_name()}, torch {torch.__version__}"
     )
-    for column in ("batch", "context", "cache", "ms a step", "vs dynamic", "warm-up s", "GiB held", "GiB peak"):
+    for column in (
+        "batch",
+        "context",
+        "cache",
+        "ms a step",
+        "tokens/s",
+        "vs dynamic",
+        "warm-up s",
+        "GiB held",
+        "GiB peak",
+    ):
         table.add_column(column, justify="right")
     dense = {(r.batch, r.context): r.step_ms for r in rows if r.cache == "dynamic"}
     for r in rows:
         base = dense.get((r.batch, r.context))
         ratio = f"{base / r.step_ms:.2f}x" if base and r.step_ms else "-"
-        figures = ["-" if x is None else f"{x:.2f}" for x in (r.step_ms, r.warm_up_s, r.cache_gib, r.peak_gib)]
-        table.add_row(str(r.batch), str(r.context), r.cache, figures[0], ratio, *figures[1:])
+        measured = (r.step_ms, r.tokens_per_second, r.warm_up_s, r.cache_gib, r.peak_gib)
+        figures = ["-" if x is None else f"{x:.2f}" for x in measured]
+        table.add_row(str(r.batch), str(r.context), r.cache, *figures[:2], ratio, *figures[2:])
     return table

@@ -221,8 +221,10 @@ def bench_attention(
 
 @bench.command("generate")
 def bench_generate(
-    context: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; can be repeated.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Rows; can be repeated.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=0, help="Tokens in the cache; 0 for what fits; can be repeated.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; can be repeated.")] = None,
     shape: Annotated[str, typer.Option(help="The model's shape: llama-3.1-8b or tiny.")] = "llama-3.1-8b",
     cache: Annotated[list[str] | None, typer.Option(help="Caches, see CONTESTANTS; can be repeated.")] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Steps to time.")] = 64,

@@ -227,32 +227,56 @@ def append(
 ) -> None:
     """Pack the tile that is due, if one is, and write one token per row behind the tail."""
     shape = Layout(*layout)
-    v, config = views(storage, shape, keys.dtype), shape.config
     if ops.uses_kernels(keys.device):
-        from kvarn_kernels.append import append as kernel
-
-        kernel(
-            keys,
-            values,
-            progress[row],
-            v.dense_keys,
-            v.dense_values,
-            v.prescale,
-            v.pad if shape.padded else None,
-            v.keys,
-            v.values,
-            sink_length=config.sink_length,
-            residual_length=config.residual_length,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            method=config.method,
-            iterations=config.iterations,
-        )
+        _append_by_kernel(storage, progress[row], keys, values, shape)
         return
     length, count, due, full = progress[row].tolist()
     if not full:
         state = state_of(storage, shape, keys.dtype, length - 1, count - due).committed()
         put(replace(state, dense=state.dense.appended(keys, values)), storage, shape, keys.dtype)
+
+
+def _append_by_kernel(
+    storage: torch.Tensor,
+    progress: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: Layout,
+    ahead: bool = False,
+) -> None:
+    from kvarn_kernels.append import append as kernel
+
+    v, config = views(storage, layout, keys.dtype), layout.config
+    kernel(
+        keys,
+        values,
+        progress,
+        v.dense_keys,
+        v.dense_values,
+        v.prescale,
+        v.pad if layout.padded else None,
+        v.keys,
+        v.values,
+        sink_length=config.sink_length,
+        residual_length=config.residual_length,
+        key_bits=config.key_bits,
+        value_bits=config.value_bits,
+        method=config.method,
+        iterations=config.iterations,
+        ahead=ahead,
+    )
+
+
+def compile_ahead(storage: torch.Tensor, progress: torch.Tensor, row: int, layout: Layout, dtype: torch.dtype) -> None:
+    """Begin to compile the kernel of :func:`append`, which takes longest, while the host has other things to do."""
+    if not ops.uses_kernels(storage.device):
+        return
+    # As attention modules hand tokens over.
+    keys, values = (
+        torch.empty(layout.batch, 1, layout.heads, dim, dtype=dtype, device=storage.device).transpose(1, 2)
+        for dim in (layout.key_dim, layout.value_dim)
+    )
+    _append_by_kernel(storage, progress[row], keys, values, layout, ahead=True)
 
 
 @torch.library.custom_op("kvarn_hf::attend", mutates_args=())

@@ -136,6 +136,8 @@ class StaticKVarNLayer(KVarNLayer):
         if self.home != home or self.layout._replace(padded=layout.padded) != layout:
             self.storage = static.allocate(layout, keys.dtype, keys.device)
             self.progress, self.home = self.all_progress.of(self.row, keys.device), home
+            if self.row == self.all_progress.first[home[0]]:
+                static.compile_ahead(self.storage, self.progress, self.row, layout, keys.dtype)
         self.layout = layout
         static.put(state, self.storage, layout, keys.dtype)
         self.progress[self.row] = torch.tensor([state.length, state.count, 0, 0])

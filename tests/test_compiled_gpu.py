@@ -14,7 +14,8 @@ from tests import models_tiny as tiny
 
 pytestmark = pytest.mark.gpu
 
-SMALL = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
+# In 8 bits: with few, a rounding of the model's own, which compiled code makes elsewhere, moves a code by a large step.
+SMALL = KVarNConfig(8, 8, tile_size=64, sink_length=8, residual_length=8)
 
 
 @cache
@@ -49,10 +50,10 @@ def _fresh():
 def assert_near(run, expected):
     """Equal up to rounding as long as the tokens are the same; they are until a near tie."""
     for logits, other in zip(run.logits, expected.logits, strict=True):
-        assert (logits - other).float().abs().mean() < 0.05 * other.float().std()
+        assert (logits - other).float().abs().mean() < 0.02 * other.float().std()
         if not torch.equal(logits.argmax(-1), other.argmax(-1)):
             top = other.float().topk(2).values
-            assert (top[:, 0] - top[:, 1]).min() < 0.1 * other.float().std()
+            assert (top[:, 0] - top[:, 1]).min() < 0.05 * other.float().std()
             return
 
 
@@ -95,7 +96,7 @@ def test_compiled_by_hand(mode):
         for _ in range(150):
             logits = compiled(input_ids=token, **{tiny.CACHE_NAME: cache}).logits
             other = on_gpu(input_ids=token, **{tiny.CACHE_NAME: plain}).logits
-            assert (logits - other).float().abs().mean() < 0.05 * other.float().std()
+            assert (logits - other).float().abs().mean() < 0.02 * other.float().std()
             token = other.argmax(-1)
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -108,3 +109,21 @@ def test_without_compiling():
     assert_near(run, generate(on_gpu, KVarNCache(on_gpu.config, SMALL), ids, 100))
     assert not counters["stats"]["unique_graphs"]
     assert cache.report()["reads"]["fused"] > 0
+
+
+def test_the_slowest_kernel_is_compiled_ahead():
+    """While the prompt is read and the step is traced, and for the arguments that the step then has."""
+    from kvarn_kernels.append import append_kernel
+    from kvarn_kernels.launch import _COMING
+
+    on_gpu = model("llama", "sdpa")
+    config = KVarNConfig(3, 8, tile_size=64, sink_length=8, residual_length=8)  # which no other test compiles
+    cache = KVarNCache(on_gpu.config, config, max_cache_len=300)
+    ids = tiny.prompt(1, 190).cuda()
+    with torch.inference_mode():
+        tiny.forward(on_gpu, ids, cache)
+        _COMING[append_kernel].result()
+        compiled = len(append_kernel.device_caches[0][0])
+        tiny.forward(on_gpu, ids[:, :1], cache)
+    assert append_kernel not in _COMING
+    assert len(append_kernel.device_caches[0][0]) == compiled

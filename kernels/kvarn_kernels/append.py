@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import clamp, exponent_of
 from kvarn_kernels.arithmetic import power_of_two as two_to_the
-from kvarn_kernels.launch import launch, padded, power_of_two
+from kvarn_kernels.launch import compile_ahead, launch, padded, power_of_two
 from kvarn_kernels.quantize import (
     counted_tokens,
     quantize_key_tile,
@@ -327,6 +327,7 @@ def append(
     value_bits: int,
     method: str,
     iterations: int,
+    ahead: bool = False,
 ) -> None:
     """Write one token per row behind the tail, and pack the tile that is due before: one launch.
 
@@ -346,10 +347,12 @@ def append(
         As in :func:`kvarn_kernels.quantize.quantize_tiles`.
     sink_length, residual_length, key_bits, value_bits, method, iterations
         Of the cache.
+    ahead : bool
+        Only begin to compile the kernel, in a thread of its own.
     """
     batch, heads, _, key_dim = keys.shape
     value_dim, size = values.shape[3], key_arena[2].shape[-1]
-    launch(
+    (compile_ahead if ahead else launch)(
         append_kernel,
         (2 * batch * heads,),
         (progress, keys, values, dense_keys, dense_values, prescale, pad, *key_arena, *value_arena),

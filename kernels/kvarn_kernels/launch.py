@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -45,6 +46,13 @@ def shared_memory(device: int | None) -> int:
 # Compiled kernels by all that they were compiled for.
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 _MOST_COMPILED = 1024  # strides and alignments differ
+# What is being compiled in a thread of its own, by kernel.
+_COMING: dict[Any, Future[object]] = {}
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="kvarn-compile")
 
 
 def launch(
@@ -93,8 +101,42 @@ def launch(
         if compiled is None:
             if len(_COMPILED) >= _MOST_COMPILED:
                 _COMPILED.clear()
-            unspecialized = (2,) * len(varying)
-            compiled = kernel.warmup(*arrays, *numbers, *unspecialized, *constants, grid=(1,), **options)
-            _COMPILED[key] = compiled
+            if kernel in _COMING:
+                wait([_COMING.pop(kernel)])
+            # From Triton's own table, if that was it.
+            compiled = _COMPILED[key] = _compile(kernel, arrays, numbers, varying, constants, options)
         # Compiled kernels take addresses.
         compiled[(*grid, 1, 1)[:3]](*addresses, *numbers, *varying, *constants)
+
+
+def compile_ahead(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arrays: Sequence[torch.Tensor | None],
+    numbers: tuple[int, ...],
+    varying: tuple[int, ...],
+    constants: tuple[Any, ...],
+    **options: Any,
+) -> None:
+    """Begin to compile what :func:`launch` will need for such arguments, in a thread of its own.
+
+    Most of the time is spent outside of Python, so other work goes on meanwhile. The next launch of the kernel that is
+    not compiled yet waits for it.
+    """
+    first: Any = arrays[0]
+    if first.is_cuda:
+        work = (kernel, arrays, numbers, varying, constants, options)
+        _COMING[kernel] = _compilers().submit(_compile, *work)
+
+
+def _compile(
+    kernel: Any,
+    arrays: Sequence[torch.Tensor | None],
+    numbers: tuple[int, ...],
+    varying: tuple[int, ...],
+    constants: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    first: Any = arrays[0]
+    with on_device_of(first):  # another thread may have another
+        return kernel.warmup(*arrays, *numbers, *(2,) * len(varying), *constants, grid=(1,), **options)
