@@ -188,24 +188,7 @@ def attend(
         causal=False,
         softcap=softcap,
         sinks=sinks,
-        tickets=_tickets(query),
     )
-
-
-_MOST_TICKETS = 1 << 16
-_TICKETS: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-
-def _tickets(query: torch.Tensor) -> torch.Tensor | None:
-    """Zeros for one fused attention at a time, such as those of one stream are; none for a captured one, which may run
-    again on any."""
-    batch, heads, tokens, _ = query.shape
-    if torch.cuda.is_current_stream_capturing() or batch * heads * tokens > _MOST_TICKETS:
-        return None
-    key = query.device, torch.cuda.current_stream(query.device).cuda_stream
-    if key not in _TICKETS:
-        _TICKETS[key] = torch.zeros(_MOST_TICKETS, dtype=torch.int32, device=query.device)
-    return _TICKETS[key]
 
 
 _Stored: TypeAlias = tuple[

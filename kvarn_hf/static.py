@@ -24,7 +24,6 @@ from kvarn_hf.state import DenseTokens, LayerState
 from kvarn_hf.tiles import PackedTiles
 
 _ALIGNMENT = 256
-_MOST_GROUPS = 64  # query heads per KV head that there are tickets for
 
 
 class Layout(NamedTuple):
@@ -93,7 +92,6 @@ class Views(NamedTuple):
     pad: torch.Tensor
     run_key: torch.Tensor
     run_value: torch.Tensor
-    tickets: torch.Tensor
 
 
 @lru_cache(maxsize=256)
@@ -113,7 +111,6 @@ def _pieces(layout: Layout, dtype: torch.dtype) -> tuple[tuple[int, torch.dtype,
         (torch.int64, (layout.batch,)),
         (dtype, (*lead, 1, layout.key_dim)),
         (dtype, (*lead, 1, layout.value_dim)),
-        (torch.int32, (layout.batch * layout.heads * _MOST_GROUPS,)),
     )
     pieces, offset = [], 0
     for kind, shape in shapes:
@@ -328,7 +325,6 @@ def attend(
             causal=False,
             softcap=softcap or None,
             sinks=sinks,
-            tickets=v.tickets if query.shape[1] <= shape.heads * _MOST_GROUPS else None,
         )
     keys, values = read(storage, progress, row, layout, query.dtype)
     held = (torch.arange(shape.most, device=query.device) < progress[row, 0])[None, None, None]

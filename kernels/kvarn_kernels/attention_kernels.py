@@ -475,65 +475,6 @@ def _attend_dense(
     tl.store(lse_ptr + column, tl.where(l == 0, float("-inf"), m + tl.log2(l)), mask=stored)
 
 
-@triton.jit
-def _joined(o, lse, sinks_ptr, head, column_ok, progress_ptr):
-    """``(sum_s w_s o_s) / (sum_s w_s + exp(sink))``, with ``w_s = exp2(lse_s)``: [COLS, CHANNELS], of o [ENTRIES, COLS,
-    CHANNELS] and lse [ENTRIES, COLS]. NaN if ``progress`` says that a token found no room."""
-    m = tl.max(lse, 0)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=column_ok, other=0.0).to(tl.float32) * 1.4426950408889634
-        m = tl.maximum(m, sink)
-    m = tl.where(m == float("-inf"), 0.0, m)  # a query that sees nothing gets zeros
-    weight = tl.exp2(lse - m[None, :])
-    total = tl.sum(weight, 0)
-    if sinks_ptr is not None:
-        total += tl.exp2(sink - m)
-    out = tl.sum(o * weight[:, :, None], 0) / tl.where(total == 0, 1.0, total)[:, None]
-    if progress_ptr is not None:
-        out = tl.where(tl.load(progress_ptr + 3) != 0, float("nan"), out)
-    return out
-
-
-@triton.jit
-def _join(
-    part_ptr,
-    lse_ptr,
-    entries,
-    sinks_ptr,
-    out_ptr,
-    progress_ptr,
-    b,
-    h,
-    query_heads,
-    block,
-    QUERIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COLS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """The result of one unit, of which all entries are written."""
-    AT_ONCE: tl.constexpr = max(1, min(COLS, 4096 // (ENTRIES * VALUE_PAD)))  # columns that fit the registers
-    entry, channel = tl.arange(0, ENTRIES), tl.arange(0, VALUE_PAD)
-    known = (entry < entries)[:, None]
-    for first in tl.static_range(0, COLS, AT_ONCE):
-        column = first + tl.arange(0, AT_ONCE)
-        column_ok, head, token = _queries(block * COLS + first, h, AT_ONCE, COLUMNS, QUERIES)
-        at = entry[:, None] * COLS + column[None, :]
-        # Past the L1 cache: other multiprocessors wrote these.
-        where = part_ptr + at[:, :, None] * VALUE_PAD + channel[None, None, :]
-        o = tl.load(where, mask=known[:, :, None], other=0.0, cache_modifier=".cg")
-        lse = tl.load(lse_ptr + at, mask=known, other=float("-inf"), cache_modifier=".cg")
-        out = _joined(o, lse, sinks_ptr, head, column_ok, progress_ptr)
-        at = ((b * QUERIES + token) * query_heads + head).to(tl.int64) * VALUE_DIM
-        tl.store(
-            out_ptr + at[:, None] + channel[None, :],
-            out.to(out_ptr.dtype.element_ty),
-            mask=column_ok[:, None] & (channel < VALUE_DIM)[None, :],
-        )
-
-
 @triton.jit(
     do_not_specialize=[
         "count",
@@ -568,9 +509,6 @@ def split_kernel(
     run_v_ptr,
     mask_ptr,
     progress_ptr,
-    tickets_ptr,
-    sinks_ptr,
-    out_ptr,
     part_ptr,
     stride_q_b,
     stride_q_h,
@@ -618,21 +556,18 @@ def split_kernel(
     SPLIT_DTYPE: tl.constexpr,
     STAGES: tl.constexpr,
     DENSE_STAGES: tl.constexpr,
-    ENTRIES: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """One slice of one KV head's tokens, for ``COLS`` of its query heads x query tokens.
 
     The work is a list, blocks of dense tokens first and then tiles, each as long as ``WEIGHT`` blocks. Slices are
     equally long, so that all programs, which run at once, also end at once. ``count`` and ``dense_length`` follow from
-    ``progress`` (int64: tokens, tiles) where that is given. With ``tickets`` (int32 [units], zero before and after) the
-    slice of a unit that ends last joins all of them, at most ``ENTRIES`` results; without, :func:`combine_kernel` does.
+    ``progress`` (int64: tokens, tiles) where that is given.
 
     Grid: (batch * heads * column blocks, slices).
     Reads: the query, and the slice's dense tokens and tiles, once.
     Writes: output [COLS, VALUE_PAD] and log2-sum-exp2 [COLS] into the workspace, fp32: of its dense tokens, if it has
-        any, as entry ``slice`` (of ``dense_slices``), of its tiles as entry ``dense_slices + slice - skipped``; with
-        tickets also out, as :func:`combine_kernel`.
+        any, as entry ``slice`` (of ``dense_slices``), of its tiles as entry ``dense_slices + slice - skipped``.
     Precision: 16-bit digits, exact integer sums, fp32 softmax; fp16 or bf16 products for dense tokens.
     Reference: kvarn_hf/reference/attention.py
     """
@@ -662,9 +597,7 @@ def split_kernel(
     if ROWS:
         row = tl.load(rows_ptr + b)
     tile = (row * heads + h) * capacity
-    entries = dense_slices + slices - skipped
-    unit_part = unit.to(tl.int64) * entries
-    part = unit_part
+    part = unit.to(tl.int64) * (dense_slices + slices - skipped)
     if index < dense_slices:
         WIDE: tl.constexpr = 8 if COLS < 8 else COLS  # the least a tensor core takes
         dense_ok, dense_head, dense_token = _queries(block * COLS, h, WIDE, COLUMNS, QUERIES)
@@ -774,28 +707,6 @@ def split_kernel(
             STAGES,
             ASM,
         )
-    if tickets_ptr is not None:
-        tl.debug_barrier()  # this program's results are written before its ticket is drawn
-        if tl.atomic_add(tickets_ptr + unit, 1, sem="acq_rel") == slices - 1:
-            tl.store(tickets_ptr + unit, 0)
-            _join(
-                part_ptr + unit_part * (COLS * VALUE_PAD),
-                part_ptr + lse_start + unit_part * COLS,
-                entries,
-                sinks_ptr,
-                out_ptr,
-                progress_ptr,
-                b,
-                h,
-                heads * (COLUMNS // QUERIES),
-                block,
-                QUERIES,
-                COLUMNS,
-                COLS,
-                VALUE_DIM,
-                VALUE_PAD,
-                ENTRIES,
-            )
 
 
 @triton.jit(do_not_specialize=["entries", "slices", "sink_length", "lse_start"])
@@ -819,12 +730,13 @@ def combine_kernel(
     WEIGHT: tl.constexpr,
     ENTRIES_PAD: tl.constexpr,
     CHANNELS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """``out = (sum_s w_s o_s) / (sum_s w_s + exp(sink))``, with ``w_s = exp(lse_s)``.
 
     Grid: (batch * heads, query heads per KV head * query tokens, blocks of CHANNELS channels).
     Reads: the workspace of :func:`split_kernel`, and ``progress`` where given: then ``entries`` follows from it.
-    Writes: out [batch, QUERIES, query heads, VALUE_DIM].
+    Writes: out [batch, QUERIES, query heads, VALUE_DIM]; NaN if ``progress`` says that a token found no room.
     Reference: kvarn_hf/reference/attention.py
     """
     if progress_ptr is not None:
@@ -839,9 +751,20 @@ def combine_kernel(
     # Both loads before anything waits for one.
     o = tl.load(part_ptr + at[:, None] * VALUE_PAD + channel[None, :], mask=(entry < entries)[:, None], other=0.0)
     lse = tl.load(part_ptr + lse_start + at, mask=entry < entries, other=float("-inf"))
-    head = (bh % heads) * (COLUMNS // QUERIES) + column // QUERIES + tl.arange(0, 1)
-    out = _joined(o[:, None, :], lse[:, None], sinks_ptr, head, head >= 0, progress_ptr)
+    m = tl.max(lse, 0)
+    head = (bh % heads) * (COLUMNS // QUERIES) + column // QUERIES
+    sink = 0.0
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        m = tl.maximum(m, sink)
+    m = tl.where(m == float("-inf"), 0.0, m)  # a query that sees nothing gets zeros
+    weight = tl.exp2(lse - m)
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - m)
+    out = tl.sum(o * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    if progress_ptr is not None:
+        out = tl.where(tl.load(progress_ptr + 3) != 0, float("nan"), out)
     b, query_heads = bh // heads, heads * (COLUMNS // QUERIES)
     at = ((b * QUERIES + column % QUERIES) * query_heads + head).to(tl.int64) * VALUE_DIM
-    where = out_ptr + at[:, None] + channel[None, :]
-    tl.store(where, out.to(out_ptr.dtype.element_ty), mask=(channel < VALUE_DIM)[None, :])
+    tl.store(out_ptr + at + channel, out.to(out_ptr.dtype.element_ty), mask=channel < VALUE_DIM)

@@ -11,8 +11,7 @@ exact.
 
 Two launches, of the kernels in :mod:`kvarn_kernels.attention_kernels`. ``split_kernel``: every program attends over a
 slice of the dense tokens (sinks and tail) and the tiles. ``combine_kernel``: joins the slices by their log-sum-exp and
-adds learned sinks. With many rows and heads there are few slices of each, and the last program to end joins them: one
-launch.
+adds learned sinks.
 """
 
 from __future__ import annotations
@@ -27,15 +26,7 @@ import triton.language as tl
 
 from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
 from kvarn_kernels.launch import on_device_of, padded, power_of_two, rotation_block
-from kvarn_kernels.launch_table import (
-    MOST_ENTRIES,
-    MOST_JOINED,
-    Tuning,
-    joins_itself,
-    plan,
-    programs_at_once,
-    tuning_for,
-)
+from kvarn_kernels.launch_table import Tuning, plan, programs_at_once, tuning_for
 
 LOG2E = 1.4426950408889634
 # Inline assembly does not run in Triton's interpreter, which is how the arithmetic is tested without a GPU.
@@ -87,11 +78,10 @@ def decode_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    tickets: torch.Tensor | None = None,
     tuning: Tuning | None = None,
     slices: int = 0,
 ) -> torch.Tensor:
-    """Attention of the newest ``query_tokens`` tokens over sinks, packed tiles and tail, in one or two launches.
+    """Attention of the newest ``query_tokens`` tokens over sinks, packed tiles and tail, in two launches.
 
     ``out = softmax(scaling q k^T + mask) v``, with k and v what dequantizing the cache would give.
 
@@ -132,9 +122,6 @@ def decode_attention(
         Scores become ``softcap * tanh(score / softcap)``.
     sinks : torch.Tensor, optional
         ``[query_heads]``: logits that take part in the softmax and have no value.
-    tickets : torch.Tensor, optional
-        ``[batch * query_heads * query_tokens]`` or more, int32, zero (and zero again behind the call), in use by no
-        other call at the same time. With it, a call of few slices is one launch.
     tuning : Tuning, optional
         How to launch; None looks it up in :mod:`kvarn_kernels.launch_table`.
     slices : int
@@ -149,7 +136,7 @@ def decode_attention(
     Raises
     ------
     ValueError
-        If the call is one that :func:`supported` refuses, or there are too few tickets.
+        If the call is one that :func:`supported` refuses.
     """
     if query.stride(3) != 1:
         query = query.contiguous()
@@ -161,12 +148,12 @@ def decode_attention(
         mask_strides = [0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3)]
         mask = mask.view(torch.uint8) if mask_kind == 1 else mask
         mask_kind += 2 if mask.shape[1] == mask.shape[2] == 1 else 0
-    if slices >= MOST_JOINED:
-        tickets = None
     arrays: tuple[torch.Tensor | None, ...] = (
         *(query, *key_arena, *value_arena, prescale, rows, dense_keys, dense_values),
         *((None, None, None) if padding is None else padding),
-        *(mask, progress, tickets, sinks),
+        mask,
+        progress,
+        sinks,
     )
     addresses = tuple([0 if x is None else x.data_ptr() for x in arrays])
     misaligned = functools.reduce(operator.or_, addresses) & 15
@@ -194,7 +181,6 @@ def decode_attention(
         None if mask is None else mask.dtype,
         None if sinks is None else sinks.dtype,
         progress is not None,
-        0 if tickets is None else 2 if slices else 1,
         strides,
         tuple([x & 15 for x in addresses]) if misaligned else None,
         tuning,
@@ -208,23 +194,19 @@ def decode_attention(
                     f"multiples of 16 up to 256, got {tuple(query.shape)}, {query.dtype} and value head_dim {value_dim}"
                 )
             call = _prepare(kind, arrays)
-        tuning = call.tuning
-        cut = plan(
-            call.programs, call.units, count, dense_length, tuning.block, tuning.weight, slices, call.most_entries
-        )
+        cut = plan(call.programs, call.units, count, dense_length, call.tuning.block, call.tuning.weight, slices)
         entries = cut.slices + 1 if progress is not None else cut.entries
         rows_of_part = call.units * entries * call.cols
         lse_start = rows_of_part * call.value_pad
         part = torch.empty(lse_start + rows_of_part, dtype=torch.float32, device=query.device)
         out = torch.empty(call.out_shape, dtype=query.dtype, device=query.device)
         # Compiled kernels take addresses, the interpreter takes tensors.
-        given: tuple[Any, ...] = (*addresses, out.data_ptr(), part.data_ptr()) if _ASSEMBLY else (*arrays, out, part)
-        if not call.joins:
-            given = (*given[:-4], 0 if _ASSEMBLY else None, *given[-3:])
-        elif tickets is not None and tickets.numel() < call.units:
-            raise ValueError(f"tickets must hold {call.units} numbers or more, got {tickets.numel()}")
+        given: tuple[Any, ...] = (*addresses, part.data_ptr(), out.data_ptr()) if _ASSEMBLY else (*arrays, part, out)
+        *of_split, of_progress, of_sinks, of_part, of_out = given
         call.split[(call.units, cut.slices, 1)](
-            *given,
+            *of_split,
+            of_progress,
+            of_part,
             *strides,
             *mask_strides,
             heads,
@@ -238,9 +220,6 @@ def decode_attention(
             lse_start,
             *call.split_constants,
         )
-        if call.joins:
-            return out
-        *_, of_progress, _, of_sinks, of_out, of_part = given
         padded_entries = power_of_two(entries)
         combine = call.combine.get(padded_entries)
         if combine is None:
@@ -283,7 +262,6 @@ class _Kind(NamedTuple):
     mask_dtype: torch.dtype | None
     sinks_dtype: torch.dtype | None
     progress: bool
-    tickets: int
     strides: tuple[int, ...]
     misaligned: tuple[int, ...] | None
     tuning: Tuning | None
@@ -303,8 +281,6 @@ class _Prepared:
         self.blocks = -(-columns // cols)
         self.units = batch * kind.heads * self.blocks
         self.out_shape = (batch, queries, query_heads, value_dim)
-        self.joins = kind.tickets > 1 or (kind.tickets > 0 and joins_itself(kind.device, self.units))
-        self.most_entries = MOST_JOINED if self.joins else MOST_ENTRIES
         self.combine: dict[int, Any] = {}
         self.split_constants = (
             queries,
@@ -332,23 +308,18 @@ class _Prepared:
             _SPLIT_DTYPE,
             tuning.stages,
             tuning.dense_stages,
-            MOST_JOINED,
             _ASSEMBLY,
         )
         self._combine_constants = (queries, columns, cols, value_dim, value_pad, kind.tile, tuning.block, tuning.weight)
+        self._has_sinks = kind.sinks_dtype is not None
         if not _ASSEMBLY:
             self.split = split_kernel
             self.programs = programs_at_once(None, None)
             return
-        device = torch.device("cuda", kind.device or 0)
-        part = torch.empty(4, dtype=torch.float32, device=device)
-        out = torch.empty(4, dtype=kind.dtype, device=device)
+        part = torch.empty(4, dtype=torch.float32, device=torch.device("cuda", kind.device or 0))
         numbers = (kind.heads, *(2,) * 4, 1.0, 2, 1.0, 2)
         self.split = split_kernel.warmup(
-            *arrays[:-2],
-            arrays[-2] if self.joins else None,
-            arrays[-1],
-            out,
+            *arrays[:-1],
             part,
             *kind.strides,
             *(2,) * 3,
@@ -367,7 +338,7 @@ class _Prepared:
 
     def combine_constants(self, padded_entries: int) -> tuple[int | bool, ...]:
         channels = self.combine_channels(padded_entries)
-        return (*self._combine_constants, padded_entries, channels)
+        return (*self._combine_constants, padded_entries, channels, self._has_sinks)
 
     def prepare_combine(
         self,

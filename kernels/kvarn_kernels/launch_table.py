@@ -53,9 +53,7 @@ _OTHERWISE = Tuning(block=16, weight=2, warps=1, stages=2, registers=None, dense
 
 # Without a GPU: the interpreter runs one program after the other.
 _INTERPRETED_PROGRAMS = 16
-MOST_ENTRIES = 256  # what is combined in one step
-# What the last program of a unit combines alone. More is faster with a second launch of more programs.
-MOST_JOINED = 8
+_MOST_SLICES = 256  # what is combined in one step
 # Every architecture that the kernels run on has these.
 _REGISTERS, _SCHEDULERS, _MOST_PROGRAMS = 65536, 4, 32
 
@@ -80,24 +78,8 @@ def programs_at_once(kernel: Any, device: int | None) -> int:
     return max(1, min(by_registers, by_shared, _MOST_PROGRAMS)) * properties.multi_processor_count
 
 
-@lru_cache(maxsize=256)
-def joins_itself(device: int | None, units: int) -> bool:
-    """Whether there are so many units, see :func:`plan`, that few slices of each fill the GPU."""
-    processors = 1 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
-    return units >= 3 * processors
-
-
 @lru_cache(maxsize=4096)
-def plan(
-    programs: int,
-    units: int,
-    count: int,
-    dense_length: int,
-    block: int,
-    weight: int,
-    slices: int = 0,
-    most: int = MOST_ENTRIES,
-) -> Cut:
+def plan(programs: int, units: int, count: int, dense_length: int, block: int, weight: int, slices: int = 0) -> Cut:
     """Cut the work of each of ``units`` problems so that ``programs``, all that fit at once, end together.
 
     Parameters
@@ -112,14 +94,12 @@ def plan(
         See :class:`Tuning`.
     slices : int
         0, or the number of slices to take instead.
-    most : int
-        The most entries there may be.
     """
     dense = max(1, -(-dense_length // block))
     work = dense + count * weight
     if slices == 0:
         # No slice needs more tiles than the longest, so fewer slices may do.
-        longest = -(-work // (weight * min(most - 1, max(1, programs // units))))
+        longest = -(-work // (weight * min(_MOST_SLICES - 2, max(1, programs // units))))
         slices = -(-work // (weight * longest))
     # As the kernel cuts it.
     dense_slices = min(slices, -(-dense * slices // work))

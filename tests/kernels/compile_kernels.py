@@ -253,7 +253,6 @@ def attend(v: Variant) -> None:
         sliding_window=v["window"],
         softcap=v["softcap"],
         sinks=None if v["sinks"] is None else empty(query_heads, dtype=v["sinks"]),
-        tickets=empty(2 * query_heads * queries, dtype=torch.int32) if v["joined"] else None,
         slices=v["slices"],
     )
 
@@ -319,9 +318,8 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
             "softcap": (None, 30.0),
             "sinks": (None, torch.bfloat16, torch.float32),
             "slices": (0, 1, 7, 40),
-            "joined": (False, True),
         },
-        [("cubin", {"arch": 86}), ("cubin", {"arch": 86, "slices": 7, "joined": True})],
+        [("cubin", {"arch": 86})],
     ),
 }
 

@@ -74,10 +74,6 @@ def make_query(state, heads, tokens=1, seed=7, size=1.0):
     return query.to(device=state.dense.key_buffer.device, dtype=state.dense.key_buffer.dtype)
 
 
-def tickets_for(query):
-    return torch.zeros(query.shape[:3].numel(), dtype=torch.int32, device=query.device)
-
-
 def check(state, query, mask=None, launch=None, **options):
     """At most twice the error of bfloat16 attention over the same values, per query."""
     keys, values = dequantized(state)
@@ -129,10 +125,7 @@ def test_query_heads_and_tokens(device, heads, tokens):
     config = KVarNConfig(tile_size=64, sink_length=16, residual_length=16)
     state = make_state(config, device, torch.float16)
     check(state, make_query(state, heads, tokens))
-    tickets = tickets_for(make_query(state, heads, tokens))
-    for _ in range(2):
-        check(state, make_query(state, heads, tokens), causal=False, launch={"tickets": tickets, "slices": 4})
-        assert not tickets.any()
+    check(state, make_query(state, heads, tokens), causal=False)
 
 
 @pytest.mark.parametrize("method", ("published", "hadamard", "rtn"))
@@ -213,10 +206,7 @@ def test_softcap_and_learned_sinks(device):
     state = make_state(config, device, torch.float16)
     query = make_query(state, heads=4, size=3.0)
     check(state, query, softcap=5.0)
-    sinks = torch.randn(4, device=device).half() * 3
-    got = check(state, query, sinks=sinks)
-    joined = check(state, query, sinks=sinks, launch={"tickets": tickets_for(query), "slices": 5})
-    torch.testing.assert_close(joined, got, rtol=2e-3, atol=2e-3)
+    check(state, query, sinks=torch.randn(4, device=device).half() * 3)
 
 
 def test_rows_are_mapped(device):
@@ -244,10 +234,7 @@ def test_every_cut_gives_the_same(device, slices, pads):
     mask = None
     if pads is not None:
         mask = torch.arange(state.length, device=device) >= torch.tensor(pads, device=device)[:, None, None, None]
-    query = make_query(state, heads=4)
-    for launch in ({}, {"tickets": tickets_for(query)}):
-        check(state, query, mask, launch={"slices": slices, **launch})
-        assert not any(t.any() for t in launch.values())
+    check(state, make_query(state, heads=4), mask, launch={"slices": slices})
 
 
 def spiky(state, where, factor):
@@ -319,33 +306,3 @@ def test_long_on_gpu(dtype, bits, heads, key_dim, value_dim):
     assert torch.equal(got, by_kernel(state, query))
     for tuning in {tuning for _, tuning in TABLE}:
         check(state, query, launch={"tuning": tuning})
-    tickets = tickets_for(query)
-    joined = check(state, query, launch={"tickets": tickets, "slices": 6})
-    assert torch.equal(joined, by_kernel(state, query, tickets=tickets, slices=6)) and not tickets.any()
-
-
-@pytest.mark.gpu
-def test_many_rows_in_one_launch():
-    """So many rows that the last program of each joins its slices, without being asked to."""
-    from kvarn_kernels.launch_table import joins_itself
-
-    device = torch.device("cuda")
-    state = make_state(KVarNConfig(), device, torch.bfloat16, shape=(64, 8), tiles=3, key_dim=128)
-    assert joins_itself(torch.cuda.current_device(), 64 * 8)
-    query = make_query(state, heads=32)
-    tickets = tickets_for(query)
-    got = check(state, query, launch={"tickets": tickets})
-    for _ in range(20):
-        assert torch.equal(by_kernel(state, query, tickets=tickets), got) and not tickets.any()
-    torch.testing.assert_close(got, by_kernel(state, query), rtol=1e-2, atol=1e-2)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        by_kernel(state, query, tickets=tickets)
-    kernels = [e.name for e in profile.events() if "kernel" in e.name and "combine" in e.name]
-    assert not kernels
-
-
-def test_too_few_tickets(device):
-    state = make_state(KVarNConfig(tile_size=64, sink_length=16, residual_length=8), device, torch.float16)
-    query = make_query(state, heads=4)
-    with pytest.raises(ValueError, match="tickets must hold 4 numbers or more, got 3"):
-        by_kernel(state, query, tickets=tickets_for(query)[:3], slices=2)
