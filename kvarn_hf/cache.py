@@ -23,7 +23,7 @@ from kvarn_hf import serialization
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
 from kvarn_hf.lazy import reads_lazily
-from kvarn_hf.monitor import Monitor, Report, warn
+from kvarn_hf.monitor import Monitor, Queue, Report, TileLog, warn
 from kvarn_hf.static_layer import Progress, StaticDenseLayer, StaticKVarNLayer
 
 _TOGETHER = ()  # what is remembered of a layer whose steps Progress takes back, in all layers at once
@@ -81,6 +81,7 @@ class KVarNCache(DynamicCache):
         self.kvarn = kvarn if isinstance(kvarn, KVarNConfig) else KVarNConfig.from_preset(kvarn)
         self.fused = fused
         self.monitor = Monitor.of(monitor)
+        self.unseen = Queue()  # what the monitor has yet to look at
         self._latent_dims: tuple[int, int] | None = None
         layers: Any = None
         self.static_length = max_cache_len
@@ -141,7 +142,10 @@ class KVarNCache(DynamicCache):
             kwargs["lazy"] = lazy and _caller_can_read_lazily(sys._getframe(1))
         try:
             states = layer.update(key_states, value_states, *args, **kwargs)
+            if layer_idx == self._last_layer:
+                self.unseen.settle()
         except BaseException:
+            self.unseen.clear()
             for index, held in self._before:
                 _restore(self.layers[index], held)
             self._before.clear()
@@ -317,6 +321,7 @@ class KVarNCache(DynamicCache):
         if self._before and layer_idx <= self._before[-1][0]:
             self._last_layer = max(self._last_layer, self._before[-1][0])
             self._before.clear()
+            self.unseen.settle()
         if not self._before:
             self._progress.begun.clear()
 
@@ -329,7 +334,11 @@ class KVarNCache(DynamicCache):
             self._before.append((layer_idx, _remember(self.layers[layer_idx])))
 
     def _new_layer(self) -> KVarNLayer:
-        return KVarNLayer(self.kvarn, self._latent_dims, self.monitor)
+        return KVarNLayer(self.kvarn, self._latent_dims, self.new_log())
+
+    def new_log(self) -> TileLog | None:
+        """Notes for a layer of this cache, if it is monitored."""
+        return None if self.monitor is None else TileLog(self.monitor, self.unseen)
 
     def _require_config(self) -> None:
         if self.layer_class_to_replicate is not None:

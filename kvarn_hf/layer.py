@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.lazy import LazyStates, Reading
-from kvarn_hf.monitor import Monitor, TileLog
+from kvarn_hf.monitor import TileLog
 from kvarn_hf.state import LayerState
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,17 +29,17 @@ class KVarNLayer(DynamicLayer):
     latent_dims : tuple of int, optional
         ``(kv_lora_rank, qk_rope_head_dim)`` of a model with multi-head latent attention. When the "values" turn out to
         be the rotary part of the keys, they are kept at 8 bits.
-    monitor : Monitor, optional
-        What to note of the tiles.
+    log : TileLog, optional
+        Takes note of the tiles.
     """
 
     is_croppable = True
 
     def __init__(
-        self, config: KVarNConfig, latent_dims: tuple[int, int] | None = None, monitor: Monitor | None = None
+        self, config: KVarNConfig, latent_dims: tuple[int, int] | None = None, log: TileLog | None = None
     ) -> None:
         self.config = config
-        self.log = None if monitor is None else TileLog(monitor)
+        self.log = log
         self.latent_dims = latent_dims
         self.state: LayerState | None = None
         # How attention read the packed tiles, so far.

@@ -1,8 +1,8 @@
 """Watches what quantizing does to a cache's tiles: ``KVarNCache(monitor=True)``, then ``cache.report()``.
 
-When a tile is packed, a few figures about it are computed on its own device, from the tokens as they were given and
-from what is stored, and kept there. No step waits for them: they reach the host, and warnings are raised, in
-``report()``.
+When tiles are packed, a few figures about them are computed on their own device, from the tokens as they were given
+and from what is stored, and kept there; of all layers together, as a step's work is in its launches. No step waits for
+them: they reach the host, and warnings are raised, in ``report()``.
 """
 
 from __future__ import annotations
@@ -18,31 +18,16 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from kvarn_hf import ops
-from kvarn_hf.reference.normalize import imbalance_trace
-from kvarn_hf.reference.quantize import Packed, dequantize_keys, dequantize_values, rotated_tile
+from kvarn_hf.tile_figures import FIGURES, SIDES, PackedTokens, figures_of
 from kvarn_hf.tiles import capacity_for
-from kvarn_hf.token_errors import token_errors
 
 if TYPE_CHECKING:
     from kvarn_hf.config import KVarNConfig
     from kvarn_hf.state import LayerState
 
-SIDES = ("keys", "values")
-FIGURES = (
-    "relative_error",
-    "magnitude_error",
-    "direction_error",
-    "worst_token_error",
-    "worst_token",
-    "iterations",
-    "imbalance_before",
-    "imbalance_after",
-    "prescale",
-)
 # With fewer tiles a layer has no history to be far from.
 _SHORTEST_HISTORY = 8
-# A prompt's tiles are looked at this many elements at a time, so that its peak memory hardly grows.
+# Tiles are looked at this many elements at a time, so that peak memory hardly grows.
 _CHUNK_ELEMENTS = 1 << 23
 
 
@@ -105,6 +90,39 @@ class Monitor:
         return cls(every=int(monitor))
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A tile that waits to be looked at: for whose log, as which of its slots, and with what settings."""
+
+    log: TileLog
+    slot: int
+    tokens: PackedTokens
+    config: KVarNConfig
+
+
+class Queue:
+    """Tiles that the layers of a cache packed in one step, until :meth:`settle` looks at all of them together."""
+
+    def __init__(self) -> None:
+        self.waiting: list[_Seen] = []
+
+    def settle(self) -> None:
+        """Compute the figures of everything that waits."""
+        waiting, self.waiting = self.waiting, []
+        while waiting:
+            first = waiting[0]
+            same = [s for s in waiting if s.config == first.config and s.tokens.fits(first.tokens)]
+            same = same[: max(1, _CHUNK_ELEMENTS // first.tokens.keys.numel())]
+            waiting = [s for s in waiting if all(s is not other for other in same)]
+            figures = first.log.compute(PackedTokens.joined([s.tokens for s in same]), first.config)
+            for index, seen in enumerate(same):
+                seen.log.write(slice(seen.slot, seen.slot + 1), figures[:, :, index : index + 1])
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        self.waiting.clear()
+
+
 class TileLog:
     """The figures of one layer's tiles, on the layer's device.
 
@@ -114,14 +132,26 @@ class TileLog:
     Parameters
     ----------
     monitor : Monitor
-    figures : torch.Tensor, optional
-        ``[batch, heads, slots, 2, len(FIGURES)]``, float32; NaN for tiles that were not looked at.
+    queue : Queue, optional
+        Shared with the other layers of a cache, which settles it.
     """
 
-    def __init__(self, monitor: Monitor, figures: torch.Tensor | None = None) -> None:
+    def __init__(self, monitor: Monitor, queue: Queue | None = None) -> None:
         self.monitor = monitor
-        self.figures = figures
+        self.queue = Queue() if queue is None else queue
         self.warned: set[tuple[str, str]] = set()
+        self._figures: torch.Tensor | None = None
+
+    @property
+    def figures(self) -> torch.Tensor | None:
+        """``[batch, heads, slots, len(SIDES), len(FIGURES)]``, float32; NaN for tiles that were not looked at."""
+        self.queue.settle()
+        return self._figures
+
+    @figures.setter
+    def figures(self, figures: torch.Tensor | None) -> None:
+        self.queue.settle()
+        self._figures = figures
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -129,20 +159,38 @@ class TileLog:
         return () if self.figures is None else (self.figures,)
 
     def observe(self, before: LayerState, after: LayerState) -> None:
-        """Note the figures of the tiles that ``after`` has packed and ``before`` holds dense."""
+        """Note the figures of the tiles that ``after`` has packed and ``before`` holds dense.
+
+        A single tile, as a step packs one, waits for those of the other layers.
+        """
         every = self.monitor.every
         slots = range(-(-before.count // every), -(-after.count // every))
         if not slots:
             return
-        figures = self._with_room(after, slots.stop)
+        self._make_room(after, slots.stop)
+        if len(slots) == 1:
+            if any(seen.log is self for seen in self.queue.waiting):  # nobody settles it
+                self.queue.settle()
+            tokens = PackedTokens.of(before, after, range(slots.start * every, slots.start * every + 1))
+            self.queue.waiting.append(_Seen(self, slots.start, tokens, after.config))
+            return
         batch, heads, _, head_dim = before.dense.key_buffer.shape
         step = max(1, _CHUNK_ELEMENTS // (batch * heads * after.config.tile_size * head_dim))
-        with torch.no_grad(), torch.autocast(figures.device.type, enabled=False):
-            for start in range(slots.start, slots.stop, step):
-                stop = min(start + step, slots.stop)
-                tiles = range(start * every, stop * every, every)
-                figures[:, :, start:stop] = _figures(before, after, tiles, self.monitor)
-        self.figures = figures
+        for start in range(slots.start, slots.stop, step):
+            stop = min(start + step, slots.stop)
+            tokens = PackedTokens.of(before, after, range(start * every, (stop - 1) * every + 1, every))
+            self.write(slice(start, stop), self.compute(tokens, after.config))
+
+    def compute(self, tokens: PackedTokens, config: KVarNConfig) -> torch.Tensor:
+        """The figures of tiles, of this layer or of others like it."""
+        monitor = self.monitor
+        with torch.no_grad(), torch.autocast(tokens.keys.device.type, enabled=False):
+            return figures_of(tokens, config, monitor.max_iterations + 1, monitor.tolerance)
+
+    def write(self, slots: slice, figures: torch.Tensor) -> None:
+        """Keep figures of tiles that there is room for."""
+        assert self._figures is not None
+        self._figures[:, :, slots] = figures
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep the batch rows ``indices`` (int64, repeats allowed)."""
@@ -160,19 +208,19 @@ class TileLog:
             return None
         return self.figures[:, :, : -(-count // self.monitor.every)].cpu()
 
-    def _with_room(self, state: LayerState, slots: int) -> torch.Tensor:
-        old = self.figures
+    def _make_room(self, state: LayerState, slots: int) -> None:
+        old = self._figures
         # A tensor made in inference mode could not be written to outside of it.
         locked = old is not None and old.is_inference() and not torch.is_inference_mode_enabled()
         if old is not None and old.shape[2] >= slots and not locked:
-            return old
+            return
         batch, heads = state.dense.key_buffer.shape[:2]
         shape = (batch, heads, capacity_for(slots), len(SIDES), len(FIGURES))
         new = torch.full(shape, torch.nan, dtype=torch.float32, device=state.dense.key_buffer.device)
         if old is not None:
             kept = min(old.shape[2], shape[2])
             new[:, :, :kept] = old[:, :, :kept]
-        return new
+        self._figures = new
 
 
 class Report(dict[str, Any]):
@@ -379,74 +427,3 @@ def warn(log: TileLog, layer: int, config: KVarNConfig, figures: torch.Tensor) -
                 MonitorWarning,
                 stacklevel=3,
             )
-
-
-def _figures(before: LayerState, after: LayerState, tiles: range, monitor: Monitor) -> torch.Tensor:
-    """Of these tiles, all packed in this step: ``[batch, heads, len(tiles), 2, len(FIGURES)]``."""
-    config = after.config
-    size, sink = config.tile_size, config.sink_length
-    begin, end = ((tile - before.count) * size + sink for tile in (tiles[0], tiles[-1] + 1))  # in the dense buffer
-    position = sink + tiles[0] * size
-    first = None if after.padding is None else after.padding.length + sink
-
-    def original(x: torch.Tensor) -> torch.Tensor:
-        x = x[:, :, begin:end]
-        x = x if first is None else ops.repeat_counted(x, first - position, size)
-        return x.unflatten(2, (-1, size))[:, :, :: tiles.step]
-
-    def stored(arena: Packed) -> Packed:
-        return Packed(*(t[:, :, tiles[0] : tiles[-1] + 1 : tiles.step] for t in arena))
-
-    prescale = None if after.prescale is None else after.prescale.unsqueeze(2)
-    keys, values = original(before.dense.keys), original(before.dense.values)
-    counted = None
-    if first is not None:
-        token = torch.arange(size, device=keys.device)
-        start = torch.arange(tiles.start, tiles.stop, tiles.step, device=keys.device) * size + sink
-        counted = (start[:, None] + token >= first[:, None, None])[:, None]  # [batch, 1, tile, token]
-    keys_hat = dequantize_keys(stored(after.tiles.keys), prescale, config)
-    values_hat = dequantize_values(stored(after.tiles.values), config)
-    key_tile, key_exponent, key_broken = rotated_tile(keys, prescale, config)
-    value_tile, value_exponent, value_broken = rotated_tile(values, None, config)
-    found = [
-        [*_errors(keys, keys_hat, ~key_broken, counted), *_rounds(key_tile.mT, key_exponent, config, monitor)],
-        [*_errors(values, values_hat, ~value_broken, counted), *_rounds(value_tile, value_exponent, config, monitor)],
-    ]
-    strength = torch.ones_like(found[0][0])
-    if prescale is not None:
-        factors = prescale.float()
-        strength = strength * (factors.amax(-1) / factors.amin(-1))
-    found[0].append(strength)
-    found[1].append(torch.ones_like(strength))
-    out = torch.stack([torch.stack(side, -1) for side in found], -2)
-    return out if counted is None else out.masked_fill(~counted.any(-1)[..., None, None], torch.nan)
-
-
-def _errors(
-    x: torch.Tensor, x_hat: torch.Tensor, known: torch.Tensor, counted: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    """Relative, magnitude and direction error of every tile, its worst token's error and that token's index."""
-    ignored = ~(known if counted is None else known & counted)[..., None]
-    x, x_hat = x.float().masked_fill(ignored, 0.0), x_hat.masked_fill(ignored, 0.0)
-    largest = x.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    x = x / largest  # squares of anything fit
-    errors = token_errors(x, x_hat / largest)
-    energy = x.square().sum((-2, -1)).clamp_min(torch.finfo(torch.float32).tiny)
-    parts = (errors.magnitude + errors.direction, errors.magnitude, errors.direction)
-    worst, token = errors.relative.max(-1)
-    return *((part.sum(-1) / energy).sqrt() for part in parts), worst, token.float()
-
-
-def _rounds(
-    matrix: torch.Tensor, exponent: torch.Tensor, config: KVarNConfig, monitor: Monitor
-) -> tuple[torch.Tensor, ...]:
-    """Rounds until the imbalance of ``[..., rows, columns]`` stays, and the imbalance before and after the method's."""
-    published = config.method == "published"
-    if published:  # as in quantizing: its clamps are absolute
-        matrix = matrix * torch.exp2(exponent.float())
-    trace = imbalance_trace(matrix, max(monitor.max_iterations + 1, config.iterations), relative=not published)
-    moves = trace.diff(dim=-1).abs() > monitor.tolerance * trace[..., :-1]
-    rounds = (moves * torch.arange(1, trace.shape[-1], device=trace.device)).amax(-1)  # the last that moved it
-    # The published method takes the best of all states.
-    after = trace[..., : config.iterations + 1].amin(-1) if published else trace[..., config.iterations]
-    return rounds.float(), trace[..., 0], after

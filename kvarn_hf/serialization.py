@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
-from kvarn_hf.monitor import Monitor
+from kvarn_hf.monitor import Monitor, TileLog
 from kvarn_hf.padding import LeftPadding
 from kvarn_hf.reference.quantize import Packed
 from kvarn_hf.state import DenseTokens, LayerState
@@ -68,7 +68,7 @@ def load(cls: type[KVarNCache], path: str | Path, device: torch.device | str) ->
     cache = cls(kvarn=KVarNConfig(**header["kvarn"]), skip_layers=header["skip_layers"], monitor=monitor)
     cache._latent_dims = tuple(header["latent_dims"]) if header["latent_dims"] else None
     cache.layers = [
-        _layer_from(entry, part, cache.monitor) for entry, part in zip(header["layers"], parts, strict=True)
+        _layer_from(entry, part, cache.new_log()) for entry, part in zip(header["layers"], parts, strict=True)
     ]
     if header["from_config"]:
         cache.layer_class_to_replicate = None
@@ -110,10 +110,10 @@ def _layer_parts(layer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     )
 
 
-def _layer_from(entry: dict[str, Any], parts: dict[str, torch.Tensor], monitor: Monitor | None) -> Any:
+def _layer_from(entry: dict[str, Any], parts: dict[str, torch.Tensor], log: TileLog | None) -> Any:
     if entry["kind"] == "kvarn":
         latent_dims = tuple(entry["latent_dims"]) if entry["latent_dims"] else None
-        layer = KVarNLayer(KVarNConfig(**entry["config"]), latent_dims, monitor)
+        layer = KVarNLayer(KVarNConfig(**entry["config"]), latent_dims, log)
         if parts:
             dense = DenseTokens.copied(parts["dense_keys"], parts["dense_values"])
             layer.lazy_initialization(dense.keys, dense.values)

@@ -34,6 +34,16 @@ def fed(keys, values, steps=None, layers=2, config=SMALL, monitor=True, cache=No
     return cache
 
 
+class Operations(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
 def stored(cache):
     return [tensor for layer in cache.layers for packed in layer.state.tiles.filled() for tensor in packed]
 
@@ -194,13 +204,6 @@ class TestSameCache:
         torch.testing.assert_close(rows, held, rtol=1e-3, atol=1e-5)  # the first tile is of the prompt alone
 
     def test_a_step_that_packs_nothing_costs_nothing(self):
-        class Operations(TorchDispatchMode):
-            count = 0
-
-            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-                self.count += 1
-                return function(*args, **(kwargs or {}))
-
         counts = []
         for monitor in (True, False):
             cache = fed(*kv(300), monitor=monitor)
@@ -208,6 +211,36 @@ class TestSameCache:
                 fed(*kv(1, seed=1), cache=cache)
             counts.append(operations.count)
         assert counts[0] == counts[1] > 0
+
+    def test_the_tiles_of_a_step_are_looked_at_together(self):
+        """A decode step's work is in its operations: of those that the monitor adds, few are there for every layer."""
+        due = SMALL.sink_length + 3 * SMALL.tile_size + SMALL.residual_length
+        added = {}
+        for layers in (2, 12):
+            counts = []
+            for monitor in (True, False):
+                cache = fed(*kv(due - 3), monitor=monitor, layers=layers)
+                for seed in (1, 2):  # the last layer is known once the second pass begins
+                    fed(*kv(1, seed=seed), cache=cache, layers=layers)
+                with Operations() as operations:
+                    fed(*kv(1, seed=3), cache=cache, layers=layers)
+                assert cache.layers[0].state.count == 3
+                assert not cache.unseen.waiting
+                counts.append(operations.count)
+            added[layers] = counts[0] - counts[1]
+        per_layer = (added[12] - added[2]) / 10
+        assert added[2] > 100 and per_layer < 0.15 * added[2]
+
+    def test_layers_that_differ_are_looked_at_apart(self):
+        keys, values = kv(200)
+        wide = [torch.randn(BATCH, HEADS, 200, 2 * DIM) for _ in range(2)]
+        one, other, both = (KVarNCache(kvarn=SMALL, monitor=True) for _ in range(3))
+        for token in range(200):
+            step = slice(token, token + 1)
+            for cache, layers in ((one, [(keys, values)]), (other, [wide]), (both, [(keys, values), wide])):
+                for layer, (k, v) in enumerate(layers):
+                    cache.update(k[:, :, step], v[:, :, step], layer)
+        assert_same_figures(figures(both), [*figures(one), *figures(other)])
 
     def test_nothing_waits_for_the_device(self):
         class NoHost(TorchDispatchMode):
