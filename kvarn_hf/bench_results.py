@@ -28,7 +28,7 @@ def save(rows: Sequence[dict[str, Any]], benchmark: str, folder: str | Path) -> 
     path = folder / f"bench_{benchmark}.json"
     versions = measured_with()
     path.write_text(json.dumps({"measured_with": versions, "results": list(rows)}, indent=1) + "\n", encoding="utf-8")
-    columns = list(rows[0]) if rows else []
+    columns = [name for name, value in rows[0].items() if not isinstance(value, dict)] if rows else []
     lines = [columns, ["---"] * len(columns), *([_cell(row[c]) for c in columns] for row in rows)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     made = ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -191,6 +191,15 @@ def test_decode_steps_leave_failures_out():
         assert ax.get_yscale() == "log"
 
 
+def test_the_legend_of_decode_steps_names_every_cache():
+    rows = [
+        {"cache": cache, "batch": batch, "context": 1024, "step_ms": 5.0}
+        for cache, batch in (("dynamic", 1), ("static", 1), ("dynamic", 8), ("kvarn", 8))
+    ]
+    last = memory.decode_steps(rows).axes[-1]
+    assert [text.get_text() for text in last.get_legend().get_texts()] == ["dynamic", "static", "kvarn"]
+
+
 def test_attention_times_use_the_best_dense_backend():
     row = {"batch": 8, "context": 32768, "heads": 8, "groups": 4, "head_dim": 128, "preset": "kvarn_k4v2_g128"}
     row |= {"packed": 75.0, "dense": {"flash": 250.0, "cudnn": 300.0}, "best_dense": "flash"}

@@ -180,19 +180,19 @@ def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
     timed = [row for row in rows if row["step_ms"] is not None]
     batches = sorted({row["batch"] for row in timed})
     caches = list(dict.fromkeys(row["cache"] for row in timed))
-    made, axes = figure(1, len(batches), (1.5 + 3.6 * len(batches), 3.4))
+    made, axes = figure(1, len(batches), (1.5 + 3.6 * len(batches), 3.4), sharey=True)
     for ax, batch in zip(axes[0], batches, strict=True):
         for cache, style in zip(caches, series_styles(caches), strict=True):
             points = sorted((r["context"], r["step_ms"]) for r in timed if (r["cache"], r["batch"]) == (cache, batch))
-            if points:
-                ax.plot(
-                    *zip(*points, strict=True),
-                    color=style.color,
-                    linestyle=style.linestyle,
-                    marker=style.marker,
-                    markersize=5,
-                    label=cache,
-                )
+            ax.plot(  # also what has no point here: there is one legend for all
+                [context for context, _ in points],
+                [step for _, step in points],
+                color=style.color,
+                linestyle=style.linestyle,
+                marker=style.marker,
+                markersize=5,
+                label=cache,
+            )
         plain_log(ax)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
