@@ -272,6 +272,7 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
         append_token,
         {
             **TILES,
+            "dims": ((128, 128), (64, 80), (256, 512)),  # what depends on them is the code of quantize
             "method": METHODS,
             "iterations": (8, 0),
             "lengths": LENGTHS,
