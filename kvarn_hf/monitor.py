@@ -161,14 +161,14 @@ class TileLog:
     def observe(self, before: LayerState, after: LayerState) -> None:
         """Note the figures of the tiles that ``after`` has packed and ``before`` holds dense.
 
-        A single tile, as a step packs one, waits for those of the other layers.
+        A single tile, as a step packs one, waits for those of the other layers; a prompt's would keep all of it alive.
         """
         every = self.monitor.every
         slots = range(-(-before.count // every), -(-after.count // every))
         if not slots:
             return
         self._make_room(after, slots.stop)
-        if len(slots) == 1:
+        if after.count - before.count == 1:
             if any(seen.log is self for seen in self.queue.waiting):  # nobody settles it
                 self.queue.settle()
             tokens = PackedTokens.of(before, after, range(slots.start * every, slots.start * every + 1))
