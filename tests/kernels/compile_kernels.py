@@ -155,7 +155,7 @@ TILES: dict[str, Sequence[Any]] = {
     "tile_size": (128, 64),
     "key_bits": (4, 2, 3, 8),
     "value_bits": (2, 3, 4, 8),
-    "dims": ((128, 128), (64, 80), (80, 96), (96, 64), (192, 256), (256, 512), (512, 192)),
+    "dims": ((128, 128), (64, 80), (96, 192), (256, 512), (512, 256)),
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
     "heads": (2, 1),
     "capacity": (4, 1),
@@ -302,7 +302,7 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
         attend,
         {
             **TILES,
-            "dims": ((128, 128), (64, 80), (80, 96), (96, 64), (192, 256), (256, 192)),
+            "dims": ((128, 128), (64, 80), (80, 96), (192, 256), (256, 64)),
             "dtype": (torch.bfloat16, torch.float16),
             "queries": (1, 2, 16),
             "group": (4, 1),
