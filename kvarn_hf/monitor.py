@@ -167,10 +167,10 @@ class TileLog:
         slots = range(-(-before.count // every), -(-after.count // every))
         if not slots:
             return
+        if any(seen.log is self for seen in self.queue.waiting):  # nobody settled it
+            self.queue.settle()
         self._make_room(after, slots.stop)
         if after.count - before.count == 1:
-            if any(seen.log is self for seen in self.queue.waiting):  # nobody settles it
-                self.queue.settle()
             tokens = PackedTokens.of(before, after, range(slots.start * every, slots.start * every + 1))
             self.queue.waiting.append(_Seen(self, slots.start, tokens, after.config))
             return
@@ -190,6 +190,8 @@ class TileLog:
     def write(self, slots: slice, figures: torch.Tensor) -> None:
         """Keep figures of tiles that there is room for."""
         assert self._figures is not None
+        if _locked(self._figures):
+            self._figures = self._figures.clone()
         self._figures[:, :, slots] = figures
 
     def select(self, indices: torch.Tensor) -> None:
@@ -210,9 +212,7 @@ class TileLog:
 
     def _make_room(self, state: LayerState, slots: int) -> None:
         old = self._figures
-        # A tensor made in inference mode could not be written to outside of it.
-        locked = old is not None and old.is_inference() and not torch.is_inference_mode_enabled()
-        if old is not None and old.shape[2] >= slots and not locked:
+        if old is not None and old.shape[2] >= slots and not _locked(old):
             return
         batch, heads = state.dense.key_buffer.shape[:2]
         shape = (batch, heads, capacity_for(slots), len(SIDES), len(FIGURES))
@@ -221,6 +221,11 @@ class TileLog:
             kept = min(old.shape[2], shape[2])
             new[:, :, :kept] = old[:, :, :kept]
         self._figures = new
+
+
+def _locked(x: torch.Tensor) -> bool:
+    """Whether ``x`` was made in inference mode and cannot be written to, outside of it."""
+    return x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class Report(dict[str, Any]):

@@ -231,6 +231,28 @@ class TestSameCache:
         per_layer = (added[12] - added[2]) / 10
         assert added[2] > 100 and per_layer < 0.15 * added[2]
 
+    def test_a_tile_of_inference_mode_is_looked_at_outside_of_it(self):
+        """After the first pass nobody knows that it has ended, until somebody asks."""
+        keys, values = kv(SMALL.sink_length + SMALL.tile_size + SMALL.residual_length)
+        cache = KVarNCache(kvarn=SMALL, monitor=True)
+        with torch.inference_mode():
+            fed(keys, values, cache=cache)
+        assert cache.unseen.waiting
+        assert cache.report().records[0]["tiles"] == BATCH
+        assert_same_figures(figures(cache), figures(fed(keys, values)))
+
+    def test_a_tile_that_waits_does_not_outlive_a_crop(self):
+        (keys, values), (others, more) = (
+            kv(SMALL.sink_length + SMALL.tile_size + SMALL.residual_length),
+            kv(400, seed=5),
+        )
+        layer, fresh = (KVarNCache(kvarn=SMALL, monitor=True)._new_layer() for _ in range(2))
+        layer.update(keys, values)
+        layer.crop(-layer.get_seq_length())
+        for one in (layer, fresh):
+            one.update(others, more)
+        assert_same_figures([layer.log.held(layer.state.count)], [fresh.log.held(fresh.state.count)])
+
     def test_layers_that_differ_are_looked_at_apart(self):
         keys, values = kv(200)
         wide = [torch.randn(BATCH, HEADS, 200, 2 * DIM) for _ in range(2)]
