@@ -77,22 +77,28 @@ def test_left_padding():
     assert_same(generate(model, cache, *inputs), generate(model, KVarNCache(model.config, SMALL), *inputs))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kvarn", "eager"])
-def test_compiled_once_for_all_flushes_and_prompts(attention):
-    model = with_attention("llama", attention)
+@pytest.mark.parametrize(
+    ("name", "attention", "lengths", "steps"),
+    [
+        *(("llama", attention, (30, 190), 140) for attention in ("sdpa", "kvarn", "eager")),
+        ("qwen3_next", "sdpa", (140, 200), 12),  # linear attention
+    ],
+)
+def test_compiled_once_for_all_flushes_and_prompts(name, attention, lengths, steps):
+    model = with_attention(name, attention)
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     cache, plain = KVarNCache(model.config, SMALL, max_cache_len=400), KVarNCache(model.config, SMALL)
     with torch.no_grad():
-        for length in (30, 190):
+        for length in lengths:
             tokens = []
             for held in (cache, plain):
                 held.reset()
                 tokens.append(tiny.forward(model, tiny.prompt(1, length), held)[:, -1:].argmax(-1))
             token = tokens[0]
             assert torch.equal(*tokens)
-            for _ in range(140):
+            for _ in range(steps):
                 logits = compiled(input_ids=token, **{tiny.CACHE_NAME: cache}).logits
                 expected = tiny.forward(model, token, plain)
                 assert torch.allclose(logits, expected, atol=5e-2 if attention == "eager" else 1e-4)
@@ -418,24 +424,6 @@ def test_rows_and_batches_with_other_kinds_of_layers(name, options):
             logits.append(tiny.forward(model, tiny.prompt(2, 1), cache))
         runs.append(torch.cat(logits))
     assert torch.allclose(*runs, atol=1e-4)
-
-
-def test_a_model_with_linear_attention_is_compiled_once():
-    model = tiny.model("qwen3_next")
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    cache, plain = KVarNCache(model.config, SMALL, max_cache_len=300), KVarNCache(model.config, SMALL)
-    with torch.no_grad():
-        for length in (140, 60):
-            for held in (cache, plain):
-                held.reset()
-                tiny.forward(model, tiny.prompt(1, length), held)
-            for i in range(12):
-                token = tiny.prompt(1, 1, seed=i)
-                logits = compiled(input_ids=token, **{tiny.CACHE_NAME: cache}).logits
-                assert torch.allclose(logits, tiny.forward(model, token, plain), atol=1e-4)
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_compiled_model_that_changes_keys_before_attention():

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import clamp, exponent_of
 from kvarn_kernels.arithmetic import power_of_two as two_to_the
-from kvarn_kernels.launch import compile_ahead, launch, padded, power_of_two
+from kvarn_kernels.launch import Call, compile_ahead, launch, padded, power_of_two
 from kvarn_kernels.quantize import (
     counted_tokens,
     quantize_key_tile,
@@ -307,7 +307,8 @@ def advance(progress: torch.Tensor, *, most: int, sink_length: int, residual_len
     """
     layers = progress.shape[0]
     numbers = layers, most, sink_length, residual_length
-    launch(advance_kernel, (1,), (progress,), numbers, (), (tile_size, power_of_two(layers)), num_warps=1)
+    constants = tile_size, power_of_two(layers)
+    launch(Call(advance_kernel, (progress,), numbers, (), constants, warps=1, stages=1), (1,))
 
 
 def append(
@@ -352,9 +353,8 @@ def append(
     """
     batch, heads, _, key_dim = keys.shape
     value_dim, size = values.shape[3], key_arena[2].shape[-1]
-    (compile_ahead if ahead else launch)(
+    call = Call(
         append_kernel,
-        (2 * batch * heads,),
         (progress, keys, values, dense_keys, dense_values, prescale, pad, *key_arena, *value_arena),
         (
             *(keys.stride(i) for i in (0, 1, 3)),
@@ -375,6 +375,10 @@ def append(
             pad is not None,
             not keys.is_cuda,
         ),
-        num_warps=warps_for(size * padded(max(key_dim, value_dim))),
-        num_stages=1,
+        warps=warps_for(size * padded(max(key_dim, value_dim))),
+        stages=1,
     )
+    if ahead:
+        compile_ahead(call)
+    else:
+        launch(call, (2 * batch * heads,))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvarn_kernels.arithmetic import centre, exponent_of, power_of_two, reciprocal
-from kvarn_kernels.launch import launch, padded, rotation_block
+from kvarn_kernels.launch import Call, launch, padded, rotation_block
 
 # Channels to a program, at most: more would not fit the registers of one warp.
 _CHANNELS = 128
@@ -787,9 +787,8 @@ def dequantize_tiles(
     if batch * heads * blocks == 0:
         return keys, values
     pad, run_key, run_value = (None, None, None) if padding is None else (t.contiguous() for t in padding)
-    launch(
+    call = Call(
         dequantize_kernel,
-        (batch * heads * blocks * parts,),
         (
             *(*key_arena, *value_arena),
             None if prescale is None else prescale.contiguous(),
@@ -805,7 +804,8 @@ def dequantize_tiles(
             rotated,
             not dense_keys.is_cuda,
         ),
-        num_warps=1,
-        num_stages=1,
+        warps=1,
+        stages=1,
     )
+    launch(call, (batch * heads * blocks * parts,))
     return keys, values

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +42,31 @@ def shared_memory(device: int | None) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - RESERVED_SHARED
 
 
+class Call(NamedTuple):
+    """A kernel and all that it is called with.
+
+    kernel : triton.JITFunction; takes ``arrays``, ``numbers``, ``varying`` and ``constants``, in this order
+    arrays : pointers
+    numbers : what it is compiled for: Triton looks whether they are 1 or divisible by 16
+    varying : those for which it is not, below 2**31; the kernel names them in ``do_not_specialize``
+    constants : the ``constexpr`` arguments
+    warps, stages : of every program
+    """
+
+    kernel: Any
+    arrays: tuple[torch.Tensor | None, ...]
+    numbers: tuple[int, ...]
+    varying: tuple[int, ...]
+    constants: tuple[Any, ...]
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As Triton takes them."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
 # Compiled kernels by all that they were compiled for.
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 _MOST_COMPILED = 1024  # strides and alignments differ
@@ -55,37 +79,20 @@ def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="kvarn-compile")
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arrays: Sequence[torch.Tensor | None],
-    numbers: tuple[int, ...],
-    varying: tuple[int, ...],
-    constants: tuple[Any, ...],
-    **options: Any,
-) -> None:
+def launch(call: Call, grid: tuple[int, ...]) -> None:
     """Launch a Triton kernel on the GPU of its first array; Triton's own look-up takes several times as long.
 
     Parameters
     ----------
-    kernel : triton.JITFunction
-        Takes ``arrays``, ``numbers``, ``varying`` and ``constants``, in this order.
+    call : Call
+        What is launched.
     grid : tuple of int
         Programs.
-    arrays : sequence of torch.Tensor or None
-        Pointers.
-    numbers : tuple of int
-        What it is compiled for: Triton looks whether they are 1 or divisible by 16.
-    varying : tuple of int
-        Those for which it is not, below 2**31; the kernel names them in ``do_not_specialize``.
-    constants : tuple
-        The ``constexpr`` arguments.
-    options
-        num_warps, num_stages, maxnreg.
     """
+    kernel, arrays, numbers, varying, constants, *options = call
     first: Any = arrays[0]
     if not first.is_cuda:  # interpreted
-        kernel[grid](*arrays, *numbers, *varying, *constants, **options)
+        kernel[grid](*arrays, *numbers, *varying, *constants, **call.options)
         return
     addresses = tuple([0 if x is None else x.data_ptr() for x in arrays])
     key = (
@@ -94,7 +101,7 @@ def launch(
         tuple([None if x is None else (x.dtype, address & 15) for x, address in zip(arrays, addresses, strict=True)]),
         numbers,
         constants,
-        *options.values(),
+        *options,
     )
     with on_device_of(first):
         compiled = _COMPILED.get(key)
@@ -104,39 +111,24 @@ def launch(
             if kernel in _COMING:
                 wait([_COMING.pop(kernel)])
             # From Triton's own table, if that was it.
-            compiled = _COMPILED[key] = _compile(kernel, arrays, numbers, varying, constants, options)
+            compiled = _COMPILED[key] = _compile(call)
         # Compiled kernels take addresses.
         compiled[(*grid, 1, 1)[:3]](*addresses, *numbers, *varying, *constants)
 
 
-def compile_ahead(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arrays: Sequence[torch.Tensor | None],
-    numbers: tuple[int, ...],
-    varying: tuple[int, ...],
-    constants: tuple[Any, ...],
-    **options: Any,
-) -> None:
-    """Begin to compile what :func:`launch` will need for such arguments, in a thread of its own.
+def compile_ahead(call: Call) -> None:
+    """Begin to compile what :func:`launch` will need for such a call, in a thread of its own.
 
     Most of the time is spent outside of Python, so other work goes on meanwhile. The next launch of the kernel that is
     not compiled yet waits for it.
     """
-    first: Any = arrays[0]
+    first: Any = call.arrays[0]
     if first.is_cuda:
-        work = (kernel, arrays, numbers, varying, constants, options)
-        _COMING[kernel] = _compilers().submit(_compile, *work)
+        _COMING[call.kernel] = _compilers().submit(_compile, call)
 
 
-def _compile(
-    kernel: Any,
-    arrays: Sequence[torch.Tensor | None],
-    numbers: tuple[int, ...],
-    varying: tuple[int, ...],
-    constants: tuple[Any, ...],
-    options: dict[str, Any],
-) -> Any:
+def _compile(call: Call) -> Any:
+    kernel, arrays, numbers, varying, constants, *_ = call
     first: Any = arrays[0]
     with on_device_of(first):  # another thread may have another
-        return kernel.warmup(*arrays, *numbers, *(2,) * len(varying), *constants, grid=(1,), **options)
+        return kernel.warmup(*arrays, *numbers, *(2,) * len(varying), *constants, grid=(1,), **call.options)

@@ -20,7 +20,7 @@ from kvarn_kernels.arithmetic import (
     power_of_two,
     reciprocal,
 )
-from kvarn_kernels.launch import launch, padded, rotation_block, shared_memory
+from kvarn_kernels.launch import Call, launch, padded, rotation_block, shared_memory
 from kvarn_kernels.normalize import variance_normalize, variance_normalize_published
 from kvarn_kernels.packing import store_key_codes, store_value_codes
 from kvarn_kernels.rotation import hadamard_signs, split
@@ -571,9 +571,8 @@ def quantize_tiles(
     tiles = tokens // size
     if batch * heads * tiles == 0:
         return
-    launch(
+    call = Call(
         quantize_kernel,
-        (2 * batch * heads * tiles,),
         (keys, values, None if prescale is None else prescale.contiguous(), first, *key_arena, *value_arena),
         (*keys.stride(), *values.stride(), heads),
         (tiles, key_arena[0].shape[2], slot, position),
@@ -585,9 +584,10 @@ def quantize_tiles(
             iterations,
             not keys.is_cuda,
         ),
-        num_warps=warps_for(size * padded(max(key_dim, value_dim))),
-        num_stages=1,
+        warps=warps_for(size * padded(max(key_dim, value_dim))),
+        stages=1,
     )
+    launch(call, (2 * batch * heads * tiles,))
 
 
 @cache
