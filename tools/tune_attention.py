@@ -23,14 +23,14 @@ from kvarn_hf import bench_attention as bench  # noqa: E402
 from kvarn_kernels.launch_table import Tuning  # noqa: E402
 
 PRESET = "kvarn_k4v2_g128"
-WEIGHTS = (2, 3)
+WEIGHTS = (3, 4, 6)
 REGISTERS = (None, 128, 168)
 
 
 def options(weights: Iterable[int] = WEIGHTS) -> list[Tuning]:
     """The candidates."""
     every = itertools.product((16, 32), weights, (1,), (2, 3), REGISTERS, (2, 3))
-    return [*itertools.starmap(Tuning, every), Tuning(16, 2, 2, 2, None, 2)]
+    return [*itertools.starmap(Tuning, every), Tuning(16, 4, 2, 2, None, 2)]
 
 
 def compile_one(job: tuple[bench.Shape, Tuning]) -> None:

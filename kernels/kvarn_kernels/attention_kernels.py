@@ -9,14 +9,33 @@ from kvarn_kernels.int8_dot import codes_dot, column_max, exp2, near_first, to_d
 
 
 @triton.jit
-def _cut(slices, count, dense_length, BLOCK: tl.constexpr, WEIGHT: tl.constexpr):
-    """Of the list of work, blocks of dense tokens first and then tiles, each as long as ``WEIGHT`` blocks: how many
-    blocks there are, how long it is, how many slices, the first ones, have blocks, and how many have no tiles."""
+def _work(count, dense_length, BLOCK: tl.constexpr, WEIGHT: tl.constexpr):
+    """The list of work, blocks of dense tokens first and then tiles: how many blocks, where the tiles begin, and how
+    long it is. A block counts 2, a tile ``WEIGHT``, and half of that turning to the tiles, which is a start of its own.
+    """
     blocks = tl.maximum(1, tl.cdiv(dense_length, BLOCK))
-    work = blocks + count * WEIGHT
-    dense_slices = tl.minimum(slices, tl.cdiv(blocks * slices, work))
-    skipped = tl.minimum(slices, tl.cdiv((blocks + 1) * slices, work) - 1)
-    return blocks, work, dense_slices, skipped
+    tiles_start = 2 * blocks + WEIGHT // 2
+    return blocks, tiles_start, tiles_start + count * WEIGHT
+
+
+@triton.jit
+def _blocks_before(at, blocks, WEIGHT: tl.constexpr):
+    """How many blocks come before a place in the list: all, if only half a tile's worth is left."""
+    return tl.where(at < tl.maximum(2 * blocks - WEIGHT // 2, 1), (at + 1) // 2, blocks)
+
+
+@triton.jit
+def _tiles_before(at, tiles_start, WEIGHT: tl.constexpr):
+    """How many tiles come before a place in the list, to the nearest."""
+    return tl.maximum(at - tiles_start + WEIGHT // 2, 0) // WEIGHT
+
+
+@triton.jit
+def _cut(slices, blocks, tiles_start, work, WEIGHT: tl.constexpr):
+    """How many slices, the first ones, have blocks, and how many have no tiles."""
+    dense_slices = tl.minimum(slices, tl.cdiv(tl.maximum(2 * blocks - WEIGHT // 2, 1) * slices, work))
+    skipped = tl.minimum(slices, tl.cdiv((tiles_start + (WEIGHT + 1) // 2) * slices, work) - 1)
+    return dense_slices, skipped
 
 
 @triton.jit
@@ -560,9 +579,9 @@ def split_kernel(
 ):
     """One slice of one KV head's tokens, for ``COLS`` of its query heads x query tokens.
 
-    The work is a list, blocks of dense tokens first and then tiles, each as long as ``WEIGHT`` blocks. Slices are
-    equally long, so that all programs, which run at once, also end at once. ``count`` and ``dense_length`` follow from
-    ``progress`` (int64: tokens, tiles) where that is given.
+    The work is a list, blocks of dense tokens first and then tiles, two of which are as long as ``WEIGHT`` blocks.
+    Slices are equally long, so that all programs, which run at once, also end at once. ``count`` and ``dense_length``
+    follow from ``progress`` (int64: tokens, tiles) where that is given.
 
     Grid: (batch * heads * column blocks, slices).
     Reads: the query, and the slice's dense tokens and tiles, once.
@@ -588,11 +607,11 @@ def split_kernel(
             pad = tl.where(count > 0, pad, 0)
     if MASK > 0:
         mask_ptr += b.to(tl.int64) * stride_m_b
-    dense_blocks, work, dense_slices, skipped = _cut(slices, count, dense_length, BLOCK, WEIGHT)
+    blocks, tiles_start, work = _work(count, dense_length, BLOCK, WEIGHT)
+    dense_slices, skipped = _cut(slices, blocks, tiles_start, work, WEIGHT)
     start = index * work // slices
     end = (index + 1) * work // slices
-    first = tl.cdiv(tl.maximum(start - dense_blocks, 0), WEIGHT)
-    last = tl.cdiv(tl.maximum(end - dense_blocks, 0), WEIGHT)
+    first, last = _tiles_before(start, tiles_start, WEIGHT), _tiles_before(end, tiles_start, WEIGHT)
     row = b.to(tl.int64)
     if ROWS:
         row = tl.load(rows_ptr + b)
@@ -605,8 +624,8 @@ def split_kernel(
             q_ptr,
             dense_head * stride_q_h + dense_token * stride_q_q,
             scale,
-            start * BLOCK,
-            tl.minimum(end * BLOCK, dense_length),
+            _blocks_before(start, blocks, WEIGHT) * BLOCK,
+            tl.minimum(_blocks_before(end, blocks, WEIGHT) * BLOCK, dense_length),
             pad,
             run_k_ptr + bh * KEY_DIM if PADDED else run_k_ptr,
             run_v_ptr + bh * VALUE_DIM if PADDED else run_v_ptr,
@@ -729,42 +748,45 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     WEIGHT: tl.constexpr,
     ENTRIES_PAD: tl.constexpr,
+    TAKEN: tl.constexpr,
     CHANNELS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """``out = (sum_s w_s o_s) / (sum_s w_s + exp(sink))``, with ``w_s = exp(lse_s)``.
 
-    Grid: (batch * heads, query heads per KV head * query tokens, blocks of CHANNELS channels).
+    Grid: (batch * heads, blocks of TAKEN columns, blocks of CHANNELS channels); columns are query heads per KV head x
+        query tokens, and TAKEN divides COLS.
     Reads: the workspace of :func:`split_kernel`, and ``progress`` where given: then ``entries`` follows from it.
     Writes: out [batch, QUERIES, query heads, VALUE_DIM]; NaN if ``progress`` says that a token found no room.
     Reference: kvarn_hf/reference/attention.py
     """
     if progress_ptr is not None:
         count, dense_length = _lengths(progress_ptr, sink_length, TILE)
-        _, _, dense_slices, skipped = _cut(slices, count, dense_length, BLOCK, WEIGHT)
+        blocks, tiles_start, work = _work(count, dense_length, BLOCK, WEIGHT)
+        dense_slices, skipped = _cut(slices, blocks, tiles_start, work, WEIGHT)
         entries = dense_slices + slices - skipped
-    bh, column = tl.program_id(0), tl.program_id(1)
-    unit = bh * ((COLUMNS + COLS - 1) // COLS) + column // COLS
-    part = unit.to(tl.int64) * entries * COLS + column % COLS
+    bh, first = tl.program_id(0), tl.program_id(1) * TAKEN
+    unit = bh * ((COLUMNS + COLS - 1) // COLS) + first // COLS
+    column_ok, head, token = _queries(first, bh % heads, TAKEN, COLUMNS, QUERIES)
     channel, entry = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, ENTRIES_PAD)
-    at = part + entry * COLS
+    at = (unit.to(tl.int64) * entries + entry)[:, None] * COLS + (first % COLS + tl.arange(0, TAKEN))[None, :]
+    held = (entry < entries)[:, None]
     # Both loads before anything waits for one.
-    o = tl.load(part_ptr + at[:, None] * VALUE_PAD + channel[None, :], mask=(entry < entries)[:, None], other=0.0)
-    lse = tl.load(part_ptr + lse_start + at, mask=entry < entries, other=float("-inf"))
+    o = tl.load(part_ptr + at[:, :, None] * VALUE_PAD + channel[None, None, :], mask=held[:, :, None], other=0.0)
+    lse = tl.load(part_ptr + lse_start + at, mask=held, other=float("-inf"))
     m = tl.max(lse, 0)
-    head = (bh % heads) * (COLUMNS // QUERIES) + column // QUERIES
-    sink = 0.0
     if SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + head, mask=column_ok, other=0.0).to(tl.float32) * 1.4426950408889634
         m = tl.maximum(m, sink)
     m = tl.where(m == float("-inf"), 0.0, m)  # a query that sees nothing gets zeros
-    weight = tl.exp2(lse - m)
+    weight = tl.exp2(lse - m[None, :])
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp2(sink - m)
-    out = tl.sum(o * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    out = tl.sum(o * weight[:, :, None], 0) / tl.where(total == 0, 1.0, total)[:, None]
     if progress_ptr is not None:
         out = tl.where(tl.load(progress_ptr + 3) != 0, float("nan"), out)
     b, query_heads = bh // heads, heads * (COLUMNS // QUERIES)
-    at = ((b * QUERIES + column % QUERIES) * query_heads + head).to(tl.int64) * VALUE_DIM
-    tl.store(out_ptr + at + channel, out.to(out_ptr.dtype.element_ty), mask=channel < VALUE_DIM)
+    at = ((b * QUERIES + token) * query_heads + head).to(tl.int64) * VALUE_DIM
+    known = column_ok[:, None] & (channel < VALUE_DIM)[None, :]
+    tl.store(out_ptr + at[:, None] + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=known)

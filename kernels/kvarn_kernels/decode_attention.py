@@ -35,6 +35,7 @@ _SPLIT_DTYPE = tl.bfloat16 if _ASSEMBLY else tl.float32
 
 _MOST_TOKENS = 16
 _MOST_COLUMNS = 8  # query heads x query tokens that one program takes
+_FEW_ENTRIES = 8  # which one warp joins for all of its columns
 
 
 def supported(query: torch.Tensor, value_dim: int, tile_size: int, key_bits: int, value_bits: int) -> bool:
@@ -224,7 +225,8 @@ def decode_attention(
         combine = call.combine.get(padded_entries)
         if combine is None:
             combine = call.prepare_combine(padded_entries, part, sinks, out, progress)
-        combine[(call.units // call.blocks, call.columns, call.value_pad // call.combine_channels(padded_entries))](
+        taken, channels = call.combine_block(padded_entries)
+        combine[(call.units // call.blocks, -(-call.columns // taken), call.value_pad // channels)](
             of_part,
             of_sinks,
             of_out,
@@ -332,13 +334,16 @@ class _Prepared:
         self.split._init_handles()
         self.programs = programs_at_once(self.split, kind.device)
 
-    def combine_channels(self, padded_entries: int) -> int:
-        """Channels per program: with few entries all, with many so few that a program's entries fit its registers."""
-        return min(self.value_pad, max(16, 4096 // padded_entries))
+    def combine_block(self, padded_entries: int) -> tuple[int, int]:
+        """Columns and channels per program, so few that a program's entries fit its registers."""
+        if padded_entries <= _FEW_ENTRIES:
+            taken, channels = self.cols, 2048 // (padded_entries * self.cols)
+        else:
+            taken, channels = 1, 4096 // padded_entries
+        return taken, min(self.value_pad, max(16, channels))
 
     def combine_constants(self, padded_entries: int) -> tuple[int | bool, ...]:
-        channels = self.combine_channels(padded_entries)
-        return (*self._combine_constants, padded_entries, channels, self._has_sinks)
+        return (*self._combine_constants, padded_entries, *self.combine_block(padded_entries), self._has_sinks)
 
     def prepare_combine(
         self,
@@ -360,7 +365,7 @@ class _Prepared:
                 *(2,) * 4,
                 *self.combine_constants(padded_entries),
                 grid=(1,),
-                num_warps=1 if padded_entries <= 8 else 4,
+                num_warps=1 if padded_entries <= _FEW_ENTRIES else 4,
             )
         self.combine[padded_entries] = combine
         return combine

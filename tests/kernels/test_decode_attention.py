@@ -237,6 +237,14 @@ def test_every_cut_gives_the_same(device, slices, pads):
     check(state, make_query(state, heads=4), mask, launch={"slices": slices})
 
 
+def test_slices_take_dense_tokens_or_tiles_where_that_comes_out_even():
+    """16 blocks are as long as 7 tiles and a start: 3 slices of 14 tiles and 16 blocks have one result each."""
+    from kvarn_kernels.launch_table import plan
+
+    assert plan(programs=1584, units=512, count=14, dense_length=256, block=16, weight=4) == (3, 3)
+    assert plan(programs=1584, units=64, count=254, dense_length=256, block=16, weight=4) == (24, 25)
+
+
 def spiky(state, where, factor):
     """The state with one token's (or channel's) scale multiplied, in keys and values alike."""
     for packed in (state.tiles.keys, state.tiles.values):
