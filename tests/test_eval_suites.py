@@ -292,11 +292,24 @@ def test_the_command(folder, texts, tmp_path, monkeypatch):
         (["--suite", "pseudo-decode", "--text", "TEXT", "--tokens", "2000"], "tokens must be at most 1000"),
         (["--suite", "tensor", "--text", "TEXT", "--tokens", "384"], "tokens must be more than 384"),
         (["--suite", "tensor", "--text", "TEXT", "--history", "old"], "history must be one of accumulated, static"),
-        (["--suite", "tensor", "--text", "TEXT", "--batch", "0"], "batch must be at least 1, got 0"),
+        (["--suite", "tensor", "--text", "TEXT", "--batch", "0"], "--batch"),
+        (
+            ["--suite", "pseudo-decode", "--text", "TEXT", "--tokens", "384"],
+            "tokens must be an integer >= 385, got 384",
+        ),
+        (["--suite", "retrieval", "--lines", "99999"], "lines must be an integer from 1 to 5360, got 99999"),
+        (["--suite", "retrieval", "--lines", "0"], "--lines"),
+        (["--suite", "tasks", "--task", "x", "--data", "/nowhere"], "data must be a folder, got '/nowhere'"),
+        (["--suite", "tasks", "--task", "x", "--limit", "0"], "--limit"),
+        (["--suite", "tensor", "--text", "BINARY"], "text must be a UTF-8 text file, got"),
+        (["--suite", "tensor", "--text", "EMPTY"], "text must be a file with some text, got"),
     ],
 )
 def test_bad_options_are_named(folder, texts, tmp_path, options, message):
-    options = [str(texts[0]) if option == "TEXT" else option for option in options]
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty").write_text("\n")
+    files = {"TEXT": texts[0], "BINARY": tmp_path / "binary", "EMPTY": tmp_path / "empty"}
+    options = [str(files.get(option, option)) for option in options]
     done = CliRunner().invoke(
         app, ["eval", "--model", str(folder), "--device", "cpu", "--out", str(tmp_path), *options]
     )

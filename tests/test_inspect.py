@@ -267,6 +267,13 @@ class TestCommand:
             picture = (tmp_path / "plots" / name).read_bytes()
             assert picture.startswith(b"\x89PNG") and len(picture) > 5_000
 
+    def test_nothing_is_cut_off_in_a_narrow_terminal(self, run, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        result = run("--tokens", 400)
+        assert result.exit_code == 0, result.output
+        assert "…" not in result.output
+        assert "kvarn_k2v2_g128" in result.output
+
     def test_another_method_is_spelled_out(self, run):
         result = run("--tokens", 330, "--method", "published", "--preset", "kvarn_k4v2_g64", "--max-kl", 100)
         assert result.exit_code == 0, result.output
@@ -277,7 +284,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "text", "message"),
         [
-            ((), "short.txt", r"input_ids must have shape \[1, 385 or more\], got \[1, 19\]"),
+            ((), "short.txt", "text and tokens must give at least 385 tokens, got 19 of '.*short.txt'"),
             ((), "none.txt", "none.txt"),
             (("--max-kl", 0), "text.txt", "max_kl must be above 0, got 0"),
             (("--method", "magic"), "text.txt", "method must be one of kvarn, published, hadamard, rtn, got 'magic'"),

@@ -20,6 +20,8 @@ _NOUNS = """
     tiger tower tulip valley violin walnut willow wolf
 """
 
+MOST_LINES = len(_ADJECTIVES.split()) * len(_NOUNS.split())
+
 
 @dataclass(frozen=True)
 class Question:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvarn_hf.checks import text_of
 from kvarn_hf.evaluation.blocks import block_lengths, logits_in_blocks
 from kvarn_hf.evaluation.caches import CacheSpec, cache_spec
 from kvarn_hf.evaluation.prompts import Question, line_retrieval, needle
@@ -152,7 +153,7 @@ def _questions(run: Run, size: int, samples: int, haystack: Path | None) -> list
     if haystack is None:
         return line_retrieval(size, samples, run.seed)
     tokenizer = run.loaded[1]
-    ids = tokenizer(haystack.read_text(encoding="utf-8"), add_special_tokens=False).input_ids
+    ids = tokenizer(text_of("text", haystack), add_special_tokens=False).input_ids
     if len(ids) < size:
         raise ValueError(f"tokens must be at most {len(ids)} for the text {haystack.name}, got {size}")
     return needle(tokenizer.decode(ids[:size]), DEPTHS, -(-samples // len(DEPTHS)), run.seed)

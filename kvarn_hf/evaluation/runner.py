@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers.utils import logging
 
+from kvarn_hf.checks import text_of
 from kvarn_hf.evaluation.caches import CacheSpec
 from kvarn_hf.evaluation.results import ResultFile, environment
 from kvarn_hf.models import DEFAULT_MODEL, load_model
@@ -115,7 +116,7 @@ def first_tokens(tokenizer: Any, texts: Sequence[Path], count: int) -> torch.Ten
     """
     rows = []
     for text in texts:
-        ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :count]
+        ids = tokenizer(text_of("text", text), return_tensors="pt").input_ids[:, :count]
         if ids.shape[1] < count:
             raise ValueError(f"tokens must be at most {ids.shape[1]} for the text {text.name}, got {count}")
         rows.append(ids)

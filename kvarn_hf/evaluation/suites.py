@@ -9,11 +9,13 @@ from typing import Any
 from rich.console import Console
 from transformers import set_seed
 
+from kvarn_hf.checks import whole
 from kvarn_hf.evaluation import divergence, retrieval, tasks, tensors
 from kvarn_hf.evaluation.caches import DEFAULT_CACHES, cache_spec
+from kvarn_hf.evaluation.prompts import MOST_LINES
 from kvarn_hf.evaluation.report import write_reports
 from kvarn_hf.evaluation.runner import Run
-from kvarn_hf.pseudo_decode import HISTORIES
+from kvarn_hf.pseudo_decode import HISTORIES, SKIP
 
 SUITES = ("pseudo-decode", "accumulation", "tensor", "retrieval", "tasks")
 
@@ -79,8 +81,17 @@ def evaluate(
     for history in histories or ():
         if history not in HISTORIES:
             raise ValueError(f"history must be one of {', '.join(HISTORIES)}, got {history!r}")
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+    whole("batch", batch, least=1)
+    whole("samples", samples, least=1)
+    if limit is not None:
+        whole("limit", limit, least=1)
+    first = SKIP + 1 if suite in ("pseudo-decode", "accumulation") else 1  # the first token that reads a tile
+    for count in lengths:
+        whole("tokens", count, least=first)
+    for count in lines:
+        whole("lines", count, least=1, most=MOST_LINES)
+    if data is not None and not data.is_dir():
+        raise ValueError(f"data must be a folder, got {str(data)!r}")
     for name in caches:
         cache_spec(name)
     if suite in ("pseudo-decode", "accumulation", "tensor") and models and not texts:

@@ -47,7 +47,7 @@ def measure(
     Raises
     ------
     ValueError
-        If lm-eval is not installed.
+        If lm-eval is not installed, or does not know a task.
     """
     try:
         from lm_eval import simple_evaluate
@@ -82,6 +82,9 @@ def measure(
                         metadata["data"] = str(data)
                     folder = task_folder or TASK_FOLDER
                     manager = TaskManager(include_path=str(folder) if folder.is_dir() else None, metadata=metadata)
+                    unknown = [name for name in tasks if name not in manager.all_tasks]
+                    if unknown:
+                        raise ValueError(f"task must be one that `lm-eval ls tasks` lists, got {unknown[0]!r}")
                 line = None
                 with run.tolerating(spec):
                     adapter = KVarNLM(model, name, tokenizer=tokenizer, batch_size=batch)

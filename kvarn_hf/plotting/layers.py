@@ -174,7 +174,7 @@ def trade_off(points: Sequence[Point], limit: float, suggested: str, skipping: s
                 va="center",
                 fontsize=8,
                 fontweight="bold" if best else "normal",
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             )
     ax.axhline(limit, color=GREY, linestyle="--", linewidth=1.0)
     ax.text(1.0, limit, f"limit {limit:g}", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
