@@ -422,8 +422,10 @@ def test_17_works_without_triton():
         "import torch\n"
         "from kvarn_hf import KVarNCache\n"
         "cache = KVarNCache()\n"
-        "cache.update(torch.randn(1, 1, 600, 64), torch.randn(1, 1, 600, 64), 0)\n"
-        "assert cache.layers[0].state.count == 2\n"
+        "x = torch.randn(1, 2, 640, 64)\n"
+        "cache.update(x, x, 0)\n"
+        "keys, values = cache.update(x[:, :, :1], x[:, :, :1], 0)\n"
+        "assert cache.report()['tiles'] == 3 and keys.shape == values.shape == (1, 2, 641, 64)\n"
         "assert 'kvarn_kernels' not in sys.modules\n"
     )
     root = Path(__file__).parents[1]

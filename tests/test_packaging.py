@@ -44,24 +44,6 @@ assert (torch.get_num_threads(), torch.get_default_dtype()) == (threads, dtype)
     )
 
 
-def test_works_without_triton():
-    in_a_new_process(
-        """
-sys.modules["triton"] = None
-import torch
-from kvarn_hf import KVarNCache
-
-torch.manual_seed(0)
-cache = KVarNCache()
-keys = torch.randn(1, 2, 640, 64)
-cache.update(keys, keys, 0)
-keys, _ = cache.update(keys[:, :, :1], keys[:, :, :1], 0)
-assert keys.shape == (1, 2, 641, 64)
-assert cache.report()["packed_tokens"] == 384
-"""
-    )
-
-
 def test_folder_of_kernels_takes_no_ones_name():
     # `kernels` is the import name of Hugging Face's package: a folder without __init__.py never shadows it.
     assert not (ROOT / "kernels" / "__init__.py").exists()
