@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, plain_log, series_styles
+from kvarn_hf.plotting.style import (
+    GREY,
+    dress,
+    figure,
+    grouped_bars,
+    legend_above,
+    legend_beside,
+    plain_log,
+    series_styles,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,22 +42,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], y: str, *, log: bool = False
     """
     names = list(next(iter(groups.values())))
     made, ((ax,),) = figure(1, 1, (max(6.0, 0.62 * len(names) * len(groups) + 1.0), 3.3))
-    width = 0.8 / len(names)
-    for index, (name, style) in enumerate(zip(names, series_styles(names), strict=True)):
-        x = [group + (index - (len(names) - 1) / 2) * width for group in range(len(groups))]
-        heights = [values[name] for values in groups.values()]
-        drawn = ax.bar(
-            x,
-            heights,
-            0.92 * width,
-            color="white" if style.hatch else style.color,
-            edgecolor=style.color,
-            hatch=style.hatch,
-            linewidth=1.2,
-            label=name,
-        )
-        ax.bar_label(drawn, fmt=f"%.{decimals}f", fontsize=7, padding=1)
-    ax.set_xticks(range(len(groups)), list(groups))
+    grouped_bars(ax, groups, lambda value: f"{value:.{decimals}f}")
     if log:
         plain_log(ax)
     dress(ax, "", "", y)

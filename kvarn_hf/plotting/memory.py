@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, legend_beside, plain_log, series_styles
+from kvarn_hf.plotting.style import (
+    GREY,
+    dress,
+    figure,
+    grouped_bars,
+    legend_above,
+    legend_beside,
+    plain_log,
+    series_styles,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,23 +114,8 @@ def tokens_that_fit(gpus: Mapping[str, Mapping[str, int]]) -> Figure:
     -------
     matplotlib.figure.Figure
     """
-    names = list(next(iter(gpus.values())))
     made, ((ax,),) = figure(1, 1, (7.0, 3.4))
-    width = 0.8 / len(names)
-    for index, (name, style) in enumerate(zip(names, series_styles(names), strict=True)):
-        x = [group + (index - (len(names) - 1) / 2) * width for group in range(len(gpus))]
-        tokens = [held[name] for held in gpus.values()]
-        drawn = ax.bar(
-            x,
-            tokens,
-            0.92 * width,
-            color="white" if style.hatch else style.color,
-            edgecolor=style.color,
-            hatch=style.hatch,
-            label=name,
-        )
-        ax.bar_label(drawn, [f"{n / 1000:,.0f}k" for n in tokens], fontsize=7, padding=1)
-    ax.set_xticks(range(len(gpus)), list(gpus))
+    grouped_bars(ax, gpus, lambda tokens: f"{tokens / 1000:,.0f}k")
     ax.yaxis.set_major_formatter(lambda x, _: f"{x / 1000:,.0f}k")
     dress(ax, "", "", "tokens that fit (1k = 1,000)", legend=True)
     ax.grid(False, axis="x")

@@ -7,7 +7,7 @@ without pyplot: nothing global changes, and nothing stays open.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,26 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "", *, legend: bool
         axes.set_axisbelow(True)
     if legend:
         axes.legend(**_LEGEND)
+
+
+def grouped_bars(axes: Axes, groups: Mapping[str, Mapping[str, float]], text: Callable[[float], str]) -> None:
+    """A bar for every series of every group, with its value, as ``text`` writes it, above; all groups have the same."""
+    names = list(next(iter(groups.values())))
+    width = 0.8 / len(names)
+    for index, (name, style) in enumerate(zip(names, series_styles(names), strict=True)):
+        values = [group[name] for group in groups.values()]
+        drawn = axes.bar(
+            [group + (index - (len(names) - 1) / 2) * width for group in range(len(groups))],
+            values,
+            0.92 * width,
+            color="white" if style.hatch else style.color,
+            edgecolor=style.color,
+            hatch=style.hatch,
+            linewidth=1.2,
+            label=name,
+        )
+        axes.bar_label(drawn, [text(value) for value in values], fontsize=7, padding=1)
+    axes.set_xticks(range(len(groups)), list(groups))
 
 
 def plain_log(axes: Axes, which: str = "y") -> None:
