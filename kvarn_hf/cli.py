@@ -77,6 +77,7 @@ def inspect(
 
     from kvarn_hf import KVarNConfig
     from kvarn_hf.config import PRESETS
+    from kvarn_hf.inspect_layers import first_quantized_read
     from kvarn_hf.inspect_model import inspect_model
     from kvarn_hf.inspect_report import save_figures, show
 
@@ -89,7 +90,7 @@ def inspect(
         content = text_of("text", text)
         loaded, tokenizer = _load(model, dtype, device, console)
         ids = tokenizer(content, return_tensors="pt", truncation=True, max_length=tokens).input_ids
-        least = config.sink_length + config.tile_size + config.residual_length + 1  # of which one is read from a tile
+        least = 1 + max(map(first_quantized_read, presets))
         if ids.shape[1] < least:
             raise ValueError(f"text and tokens must give at least {least} tokens, got {ids.shape[1]} of {str(text)!r}")
         with _Bars(console) as bars:
@@ -146,13 +147,13 @@ def evaluate(
         typer.Option(help="dense, quanto-int4, <method>_<preset> such as kvarn_k4v2_g128, ...; repeatable."),
     ] = None,
     text: Annotated[list[Path] | None, typer.Option(help="A UTF-8 text file; repeatable.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(min=1, help="The first so many of each text; repeatable.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="The first so many of each text; repeatable.")] = None,
     history: Annotated[list[str] | None, typer.Option(help="accumulated or static; repeatable.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Texts, prompts or requests in one forward pass.")] = 1,
-    lines: Annotated[list[int] | None, typer.Option(min=1, help="retrieval: lines of a record; repeatable.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts, prompts or requests in one forward pass.")] = 1,
+    lines: Annotated[list[int] | None, typer.Option(help="retrieval: lines of a record; repeatable.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="retrieval: questions for each size.")] = 50,
     task: Annotated[list[str] | None, typer.Option(help="tasks: names that lm-eval knows; repeatable.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="tasks: the first so many examples.")] = None,
+    limit: Annotated[int | None, typer.Option(help="tasks: the first so many examples.")] = None,
     chat: Annotated[bool, typer.Option(help="tasks: apply the model's chat template.")] = False,
     data: Annotated[Path | None, typer.Option(help="tasks: folder of local data, instead of the hub.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",

@@ -143,6 +143,11 @@ class StaticKVarNLayer(KVarNLayer):
         self.progress[self.row] = torch.tensor([state.length, state.count, 0, 0])
         self.is_initialized, self.holds_tokens = True, state.length > 0
 
+    @property
+    def batch(self) -> int:
+        """Rows of the tokens held, which the host knows."""
+        return self.layout.batch
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, lazy: bool = False, **kwargs: Any
     ) -> tuple[Any, Any]:

@@ -160,6 +160,14 @@ def test_copies_are_independent():
         assert int(cache.get_seq_length()) == 201
 
 
+def test_rows_that_are_not_there_are_refused():
+    _, cache = filled()
+    before = contents(cache)
+    with pytest.raises(ValueError, match=r"indices must hold rows from -2 to 1, got \[2\]"):
+        cache.batch_select_indices([2])
+    assert_holds(cache, before)
+
+
 def test_rows_move_together():
     _, cache = filled()
     held = contents(cache)

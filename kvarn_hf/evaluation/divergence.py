@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvarn_hf.checks import whole
 from kvarn_hf.evaluation.caches import cache_spec, full_attention_layers
 from kvarn_hf.evaluation.runner import Run, first_tokens
 from kvarn_hf.pseudo_decode import HISTORIES, SKIP, DenseReference, dense_reference
@@ -40,7 +41,14 @@ def measure(
         See :meth:`~kvarn_hf.pseudo_decode.DenseReference.compare`.
     batch : int
         Texts in one forward pass.
+
+    Raises
+    ------
+    ValueError
+        If a length is too short for anything to be measured.
     """
+    for count in lengths:
+        whole("tokens", count, least=SKIP + 1)
     results = run.results(suite, KEY)
     specs = [cache_spec(name) for name in caches]
     groups = [(count, list(texts[start : start + batch])) for count in lengths for start in range(0, len(texts), batch)]

@@ -15,7 +15,7 @@ from kvarn_hf.evaluation.caches import DEFAULT_CACHES, cache_spec
 from kvarn_hf.evaluation.prompts import MOST_LINES
 from kvarn_hf.evaluation.report import write_reports
 from kvarn_hf.evaluation.runner import Run
-from kvarn_hf.pseudo_decode import HISTORIES, SKIP
+from kvarn_hf.pseudo_decode import HISTORIES
 
 SUITES = ("pseudo-decode", "accumulation", "tensor", "retrieval", "tasks")
 
@@ -85,9 +85,8 @@ def evaluate(
     whole("samples", samples, least=1)
     if limit is not None:
         whole("limit", limit, least=1)
-    first = SKIP + 1 if suite in ("pseudo-decode", "accumulation") else 1  # the first token that reads a tile
     for count in lengths:
-        whole("tokens", count, least=first)
+        whole("tokens", count, least=1)
     for count in lines:
         whole("lines", count, least=1, most=MOST_LINES)
     if data is not None and not data.is_dir():
