@@ -25,7 +25,7 @@ from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layer import KVarNLayer
 from kvarn_hf.lazy import reads_lazily
 from kvarn_hf.monitor import Monitor, Queue, Report, TileLog, warn
-from kvarn_hf.static_layer import Progress, StaticDenseLayer, StaticKVarNLayer
+from kvarn_hf.static_layer import Progress, StaticDenseLayer, StaticKVarNLayer, traced_update
 
 _TOGETHER = ()  # what is remembered of a layer whose steps Progress takes back, in all layers at once
 
@@ -90,6 +90,7 @@ class KVarNCache(DynamicCache):
         self.static_length = max_cache_len
         if max_cache_len is not None:
             _check_static(max_cache_len, config, self.kvarn, self.monitor, fused)
+        decoder = None
         if config is not None:
             decoder = config.get_text_config(decoder=True)
             rank, rotary = getattr(decoder, "kv_lora_rank", None), getattr(decoder, "qk_rope_head_dim", None)
@@ -99,7 +100,7 @@ class KVarNCache(DynamicCache):
             else:
                 layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
         self.skip_layers = _skipped(skip_layers, None if layers is None else len(layers))
-        self._progress = progress = Progress(len(layers or ()))
+        self._progress = progress = Progress(len(layers or ()), max_cache_len, decoder)
         if layers is None:
             Cache.__init__(self, layer_class_to_replicate=KVarNLayer)
         else:
@@ -112,7 +113,7 @@ class KVarNCache(DynamicCache):
                     return layer
                 if skipped:
                     return StaticDenseLayer(max_cache_len)
-                return StaticKVarNLayer(self.kvarn, self._latent_dims, max_cache_len, index, progress, decoder)
+                return StaticKVarNLayer(self.kvarn, self._latent_dims, index, progress)
 
             Cache.__init__(self, layers=[replacement(i, layer) for i, layer in enumerate(layers)])
         # What the layers updated so far in this forward pass held before it; see update().
@@ -128,8 +129,11 @@ class KVarNCache(DynamicCache):
         taken back too: the cache holds the tokens it held, in every layer, and can be used.
         """
         if self.static_length is not None and torch.compiler.is_compiling():
-            if self._steps(layer_idx, key_states.shape[2]):
-                return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+            traced: Any = self.layers[layer_idx]
+            if not isinstance(traced, StaticKVarNLayer):
+                return traced.update(key_states, value_states, *args, **kwargs)
+            if key_states.shape[2] == 1 and traced.form is not None:
+                return traced_update(traced, self._progress, layer_idx, key_states, value_states)
             return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
         while len(self.layers) <= layer_idx:
             new = DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer()
@@ -318,11 +322,6 @@ class KVarNCache(DynamicCache):
         self._require_config()
         self._remember_linear(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
-    def _steps(self, layer_idx: int, tokens: int) -> bool:
-        """Whether a layer of fixed size takes these tokens without the host."""
-        layer = self.layers[layer_idx]
-        return layer.steps(tokens) if isinstance(layer, StaticKVarNLayer) else True
 
     @torch.compiler.disable(reason="only steps of one token can be compiled, behind a prompt")
     def _update_uncompiled(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,6 @@ they are: the lengths that a launch depends on are read on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,7 +16,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvarn_hf import ops
-from kvarn_hf.config import METHODS, KVarNConfig
+from kvarn_hf.config import KVarNConfig
+from kvarn_hf.layer import check_like
 from kvarn_hf.padding import LeftPadding
 from kvarn_hf.reference.quantize import Packed
 from kvarn_hf.state import DenseTokens, LayerState
@@ -27,8 +27,13 @@ _ALIGNMENT = 256
 
 
 class Layout(NamedTuple):
-    """All that is needed to find a layer's tensors in its storage; a tuple of integers, as operators take them."""
+    """All that is needed to find a layer's tensors in its storage.
 
+    Operators take it as a text: compiled code compares everything it was traced with at every step, and one text of a
+    layer is compared sooner than fifteen numbers.
+    """
+
+    dtype: str
     batch: int
     heads: int
     key_dim: int
@@ -41,7 +46,7 @@ class Layout(NamedTuple):
     tile_size: int
     key_bits: int
     value_bits: int
-    method: int
+    method: str
     iterations: int
     padded: int
 
@@ -50,6 +55,7 @@ class Layout(NamedTuple):
         """For keys and values like the ones given, and at most ``most`` tokens."""
         dense = config.sink_length + config.residual_length + config.tile_size
         return cls(
+            str(keys.dtype).removeprefix("torch."),
             keys.shape[0],
             keys.shape[1],
             keys.shape[3],
@@ -62,10 +68,26 @@ class Layout(NamedTuple):
             config.tile_size,
             config.key_bits,
             config.value_bits,
-            METHODS.index(config.method),
+            config.method,
             config.iterations,
             0,
         )
+
+    @property
+    def text(self) -> str:
+        """What :meth:`parse` reads."""
+        return " ".join(str(field) for field in self)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def parse(text: str) -> Layout:
+        """The layout of :attr:`text`."""
+        return Layout(*(int(field) if field.isdigit() else field for field in text.split()))  # type: ignore[arg-type]
+
+    @property
+    def token_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     @property
     def config(self) -> KVarNConfig:
@@ -76,7 +98,7 @@ class Layout(NamedTuple):
             tile_size=self.tile_size,
             sink_length=self.sink_length,
             residual_length=self.residual_length,
-            method=METHODS[self.method],
+            method=self.method,
             iterations=self.iterations,
         )
 
@@ -95,9 +117,9 @@ class Views(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _pieces(layout: Layout, dtype: torch.dtype) -> tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]:
+def _pieces(layout: Layout) -> tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]:
     """Offset, dtype and shape of every tensor."""
-    lead = layout.batch, layout.heads
+    lead, dtype = (layout.batch, layout.heads), layout.token_dtype
     tile, half = (*lead, layout.tiles), torch.float16
     key_bytes, value_bytes = layout.tile_size * layout.key_bits // 8, layout.value_dim * layout.value_bits // 8
     shapes = (
@@ -123,9 +145,9 @@ def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def allocate(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate(layout: Layout, device: torch.device) -> torch.Tensor:
     """The storage of one layer."""
-    return zeros((_pieces(layout, dtype)[-1][0],), torch.uint8, device)
+    return zeros((_pieces(layout)[-1][0],), torch.uint8, device)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -144,18 +166,18 @@ def own(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def views(storage: torch.Tensor, layout: Layout, dtype: torch.dtype) -> Views:
+def views(storage: torch.Tensor, layout: Layout) -> Views:
     """The tensors that lie in ``storage``."""
     parts = [
         storage[offset : offset + _bytes(kind, shape)].view(kind).view(shape)
-        for offset, kind, shape in _pieces(layout, dtype)[:-1]
+        for offset, kind, shape in _pieces(layout)[:-1]
     ]
     return Views(parts[0], parts[1], Packed(*parts[2:6]), Packed(*parts[6:10]), *parts[10:])
 
 
-def state_of(storage: torch.Tensor, layout: Layout, dtype: torch.dtype, length: int, count: int) -> LayerState:
+def state_of(storage: torch.Tensor, layout: Layout, length: int, count: int) -> LayerState:
     """What the storage holds, as a value: dense tokens copied, tiles where they are."""
-    v, config = views(storage, layout, dtype), layout.config
+    v, config = views(storage, layout), layout.config
     used = length - count * config.tile_size
     dense = DenseTokens.copied(v.dense_keys[:, :, :used], v.dense_values[:, :, :used])
     padding = None
@@ -165,9 +187,9 @@ def state_of(storage: torch.Tensor, layout: Layout, dtype: torch.dtype, length: 
     return LayerState(config, dense, PackedTiles(v.keys, v.values, count), prescale, padding)
 
 
-def put(state: LayerState, storage: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
+def put(state: LayerState, storage: torch.Tensor, layout: Layout) -> None:
     """Make the storage hold ``state``; tiles that are there already are not copied."""
-    v = views(storage, layout, dtype)
+    v = views(storage, layout)
     v.dense_keys[:, :, : state.dense.length] = state.dense.keys
     v.dense_values[:, :, : state.dense.length] = state.dense.values
     if state.tiles.rows is not None or state.tiles.keys.codes.data_ptr() != v.keys.codes.data_ptr():
@@ -192,9 +214,9 @@ def padding_of(state: LayerState) -> LeftPadding | None:
 
 
 @torch.library.custom_op("kvarn_hf::advance", mutates_args=("progress",))
-def advance(progress: torch.Tensor, layout: Sequence[int]) -> None:
+def advance(progress: torch.Tensor, layout: str) -> None:
     """Begin a step of one token in every layer."""
-    shape = Layout(*layout)
+    shape = Layout.parse(layout)
     if ops.uses_kernels(progress.device):
         from kvarn_kernels.append import advance as kernel
 
@@ -213,6 +235,12 @@ def advance(progress: torch.Tensor, layout: Sequence[int]) -> None:
     progress.copy_(torch.stack([length + room, torch.where(room, ready, count), (ready - count) * room, ~room], 1))
 
 
+def check_tokens(keys: torch.Tensor, values: torch.Tensor, layout: Layout, device: torch.device) -> None:
+    """Refuse tokens that are not like those held."""
+    for name, x, dim in (("key_states", keys, layout.key_dim), ("value_states", values, layout.value_dim)):
+        check_like(name, x, (layout.batch, layout.heads, dim), layout.token_dtype, device)
+
+
 @torch.library.custom_op("kvarn_hf::append", mutates_args=("storage",))
 def append(
     storage: torch.Tensor,
@@ -220,17 +248,22 @@ def append(
     row: int,
     keys: torch.Tensor,
     values: torch.Tensor,
-    layout: Sequence[int],
+    layout: str,
 ) -> None:
     """Pack the tile that is due, if one is, and write one token per row behind the tail."""
-    shape = Layout(*layout)
+    shape = Layout.parse(layout)
     if ops.uses_kernels(keys.device):
         _append_by_kernel(storage, progress[row], keys, values, shape)
         return
     length, count, due, full = progress[row].tolist()
     if not full:
-        state = state_of(storage, shape, keys.dtype, length - 1, count - due).committed()
-        put(replace(state, dense=state.dense.appended(keys, values)), storage, shape, keys.dtype)
+        state = state_of(storage, shape, length - 1, count - due).committed()
+        put(replace(state, dense=state.dense.appended(keys, values)), storage, shape)
+
+
+@append.register_fake
+def _(storage, progress, row, keys, values, layout):  # type: ignore[no-untyped-def]
+    check_tokens(keys, values, Layout.parse(layout), storage.device)
 
 
 def _append_by_kernel(
@@ -243,7 +276,7 @@ def _append_by_kernel(
 ) -> None:
     from kvarn_kernels.append import append as kernel
 
-    v, config = views(storage, layout, keys.dtype), layout.config
+    v, config = views(storage, layout), layout.config
     kernel(
         keys,
         values,
@@ -264,16 +297,25 @@ def _append_by_kernel(
     )
 
 
-def compile_ahead(storage: torch.Tensor, progress: torch.Tensor, row: int, layout: Layout, dtype: torch.dtype) -> None:
-    """Begin to compile the kernel of :func:`append`, which takes longest, while the host has other things to do."""
+def compile_ahead(storage: torch.Tensor, progress: torch.Tensor, row: int, layout: Layout, query_heads: int) -> None:
+    """Begin to compile the kernels of :func:`append`, which takes longest, and of :func:`attend`, while the host has
+    other things to do."""
     if not ops.uses_kernels(storage.device):
         return
     # As attention modules hand tokens over.
-    keys, values = (
-        torch.empty(layout.batch, 1, layout.heads, dim, dtype=dtype, device=storage.device).transpose(1, 2)
-        for dim in (layout.key_dim, layout.value_dim)
+    keys, values, query = (
+        torch.empty(layout.batch, 1, heads, dim, dtype=layout.token_dtype, device=storage.device).transpose(1, 2)
+        for heads, dim in (
+            (layout.heads, layout.key_dim),
+            (layout.heads, layout.value_dim),
+            (query_heads, layout.key_dim),
+        )
     )
     _append_by_kernel(storage, progress[row], keys, values, layout, ahead=True)
+    if _fused(query, layout):
+        # As generate() masks a compiled step.
+        mask = torch.empty(layout.batch, 1, 1, layout.most, dtype=torch.bool, device=storage.device)
+        _attend_by_kernel(query, storage, progress[row], mask, None, layout, 1.0, 0.0, ahead=True)
 
 
 @torch.library.custom_op("kvarn_hf::attend", mutates_args=())
@@ -284,7 +326,7 @@ def attend(
     row: int,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    layout: Sequence[int],
+    layout: str,
     scaling: float,
     softcap: float,
 ) -> torch.Tensor:
@@ -292,41 +334,18 @@ def attend(
 
     A ``softcap`` of 0 is none. If the token found no room, the result is NaN.
     """
-    shape = Layout(*layout)
-    v, config = views(storage, shape, query.dtype), shape.config
+    shape = Layout.parse(layout)
     if not ops.uses_kernels(query.device):
         length, count, _, full = progress[row].tolist()
-        state = state_of(storage, shape, query.dtype, length, count)
+        state = state_of(storage, shape, length, count)
         mask = None if mask is None else mask[..., :length]
         out = ops.attend(state, query, mask, scaling=scaling, softcap=softcap or None, sinks=sinks)
         if out is None:
             out = _exact(query, *ops.dense(state), mask, sinks, scaling, softcap)
         return out.fill_(torch.nan) if full else out
-    from kvarn_kernels.decode_attention import decode_attention, supported
-
-    if supported(query, shape.value_dim, config.tile_size, config.key_bits, config.value_bits):
-        return decode_attention(
-            query,
-            v.keys,
-            v.values,
-            v.prescale if config.method == "kvarn" else None,
-            None,
-            v.dense_keys,
-            v.dense_values,
-            (v.pad, v.run_key, v.run_value) if shape.padded else None,
-            mask,
-            progress[row],
-            count=shape.tiles,
-            sink_length=config.sink_length,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            rotated=config.method != "rtn",
-            scaling=scaling,
-            causal=False,
-            softcap=softcap or None,
-            sinks=sinks,
-        )
-    keys, values = read(storage, progress, row, layout, query.dtype)
+    if _fused(query, shape):
+        return _attend_by_kernel(query, storage, progress[row], mask, sinks, shape, scaling, softcap)
+    keys, values = read(storage, progress, row, layout)
     held = (torch.arange(shape.most, device=query.device) < progress[row, 0])[None, None, None]
     if mask is None:
         mask = held
@@ -340,7 +359,52 @@ def attend(
 
 @attend.register_fake
 def _(query, storage, progress, row, mask, sinks, layout, scaling, softcap):  # type: ignore[no-untyped-def]
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], Layout(*layout).value_dim)
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], Layout.parse(layout).value_dim)
+
+
+def _fused(query: torch.Tensor, layout: Layout) -> bool:
+    from kvarn_kernels.decode_attention import supported
+
+    config = layout.config
+    return supported(query, layout.value_dim, config.tile_size, config.key_bits, config.value_bits)
+
+
+def _attend_by_kernel(
+    query: torch.Tensor,
+    storage: torch.Tensor,
+    progress: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    layout: Layout,
+    scaling: float,
+    softcap: float,
+    ahead: bool = False,
+) -> torch.Tensor:
+    from kvarn_kernels.decode_attention import decode_attention
+
+    v, config = views(storage, layout), layout.config
+    return decode_attention(
+        query,
+        v.keys,
+        v.values,
+        v.prescale if config.method == "kvarn" else None,
+        None,
+        v.dense_keys,
+        v.dense_values,
+        (v.pad, v.run_key, v.run_value) if layout.padded else None,
+        mask,
+        progress,
+        count=layout.tiles,
+        sink_length=config.sink_length,
+        key_bits=config.key_bits,
+        value_bits=config.value_bits,
+        rotated=config.method != "rtn",
+        scaling=scaling,
+        causal=False,
+        softcap=softcap or None,
+        sinks=sinks,
+        ahead=ahead,
+    )
 
 
 def _exact(
@@ -372,12 +436,10 @@ def _exact(
 
 
 @torch.library.custom_op("kvarn_hf::read", mutates_args=())
-def read(
-    storage: torch.Tensor, progress: torch.Tensor, row: int, layout: Sequence[int], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read(storage: torch.Tensor, progress: torch.Tensor, row: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values, dense, ``[batch, heads, most, head_dim]``; zero behind the last token."""
-    shape = Layout(*layout)
-    v, config = views(storage, shape, dtype), shape.config
+    shape = Layout.parse(layout)
+    v, config = views(storage, shape), shape.config
     size, sink = config.tile_size, config.sink_length
     length, count = progress[row, 0], progress[row, 1]
     tail_start = torch.where(count > 0, sink + count * size, 0)
@@ -406,7 +468,7 @@ def read(
 
 
 @read.register_fake
-def _(storage, progress, row, layout, dtype):  # type: ignore[no-untyped-def]
-    shape = Layout(*layout)
+def _(storage, progress, row, layout):  # type: ignore[no-untyped-def]
+    shape = Layout.parse(layout)
     lead = shape.batch, shape.heads, shape.most
-    return tuple(storage.new_empty(*lead, dim, dtype=dtype) for dim in (shape.key_dim, shape.value_dim))
+    return tuple(storage.new_empty(*lead, dim, dtype=shape.token_dtype) for dim in (shape.key_dim, shape.value_dim))

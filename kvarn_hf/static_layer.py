@@ -15,23 +15,39 @@ from transformers.cache_utils import StaticLayer
 
 from kvarn_hf import static
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layer import KVarNLayer, check_like
+from kvarn_hf.layer import KVarNLayer
 from kvarn_hf.lazy import LazyStates, reads_lazily
 from kvarn_hf.state import LayerState
 from kvarn_hf.static_reading import StaticReading, TracedStates
 
 
 class Progress:
-    """The lengths of all layers, ``[layers, 4]`` on every device that holds some; see :mod:`kvarn_hf.static`."""
+    """What the static layers of a cache have in common: lengths, room, and the config of the model they serve.
 
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
+    The lengths of all are in one tensor ``[layers, 4]`` on every device that holds some; see :mod:`kvarn_hf.static`.
+    Compiled code compares at every step whatever it asked for, so it asks here and not in each layer.
+    """
+
+    def __init__(self, layers: int, max_cache_len: int | None, model_config: PreTrainedConfig | None) -> None:
+        self.layers, self.max_cache_len, self.model_config = layers, max_cache_len, model_config
         self.tensors: dict[str, torch.Tensor] = {}
         self.first: dict[str, int] = {}  # the first layer on a device begins the step for all of them
         self.begun: set[str] = set()  # devices on which this has happened in the current forward pass, if not compiled
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Progress:
+        # The copy serves the same model: with a config of its own, its steps would be compiled again.
+        memo[id(self.model_config)] = self.model_config
+        memo[id(self)] = new = type(self).__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return new
+
     def __setstate__(self, held: dict[str, Any]) -> None:
         self.__dict__.update(held, tensors={name: static.own(x) for name, x in held["tensors"].items()})
+
+    @property
+    def attention(self) -> str | None:
+        """The model's attention implementation."""
+        return getattr(self.model_config, "_attn_implementation", None)
 
     def of(self, row: int, device: torch.device) -> torch.Tensor:
         """The lengths on the device of layer ``row``."""
@@ -60,14 +76,10 @@ class StaticKVarNLayer(KVarNLayer):
     config : KVarNConfig
     latent_dims : tuple of int, optional
         See :class:`~kvarn_hf.layer.KVarNLayer`.
-    max_cache_len : int
-        Tokens there is room for.
     row : int
         Which of the cache's layers this is.
     progress : Progress
         The cache's.
-    model_config : PreTrainedConfig
-        Says which attention implementation will read what :meth:`update` returns in compiled code.
     """
 
     is_compileable = True
@@ -76,33 +88,29 @@ class StaticKVarNLayer(KVarNLayer):
         self,
         config: KVarNConfig,
         latent_dims: tuple[int, int] | None,
-        max_cache_len: int,
         row: int,
         progress: Progress,
-        model_config: PreTrainedConfig,
     ) -> None:
-        self.max_cache_len, self.row, self.model_config = max_cache_len, row, model_config
-        self.all_progress = progress
+        self.row, self.all_progress = row, progress
         # From the first tokens on: everything held, the lengths, and how to find the one by the others.
         self.storage: Any = None
         self.progress: Any = None
         self.layout: Any = None
-        self.home: tuple[str, torch.dtype] | None = None
-        self.holds_tokens = False
+        self.home: str | None = None
+        self.form: str | None = None  # the layout's text while tokens are held: all that steps ask for
         self.sure_room = 0  # for so many steps more there is room, and maybe for others
         super().__init__(config, latent_dims)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StaticKVarNLayer:
-        # The copy serves the same model: with a config of its own, its steps would be compiled again.
-        memo[id(self.model_config)] = self.model_config
-        memo[id(self)] = new = type(self).__new__(type(self))
-        new.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return new
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         self.__dict__.update(held)
         if self.home is not None:
-            self.storage, self.progress = static.own(self.storage), self.all_progress.tensors[self.home[0]]
+            self.storage, self.progress = static.own(self.storage), self.all_progress.tensors[self.home]
+
+    @property
+    def max_cache_len(self) -> int:
+        """Tokens there is room for."""
+        assert self.all_progress.max_cache_len is not None
+        return self.all_progress.max_cache_len
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate everything, for keys and values like these."""
@@ -117,13 +125,13 @@ class StaticKVarNLayer(KVarNLayer):
             return None
         length, count, _, _ = self.progress[self.row].tolist()
         # A tile that the next step would pack is packed: what is stored depends on the tokens alone.
-        return static.state_of(self.storage, self.layout, self.dtype, length, count).committed()
+        return static.state_of(self.storage, self.layout, length, count).committed()
 
     @state.setter
     def state(self, state: LayerState | None) -> None:
         self.sure_room = 0
         if state is None:
-            self.is_initialized = self.holds_tokens = False
+            self.is_initialized, self.form = False, None
             if self.progress is not None:
                 self.progress[self.row] = 0
             return
@@ -132,16 +140,17 @@ class StaticKVarNLayer(KVarNLayer):
         padding = static.padding_of(state)
         padded = padding is not None and bool((padding.length > 0).any())
         layout = static.Layout.of(state.config, keys, values, self.max_cache_len)._replace(padded=int(padded))
-        home = str(keys.device), keys.dtype
+        home = str(keys.device)
         if self.home != home or self.layout._replace(padded=layout.padded) != layout:
-            self.storage = static.allocate(layout, keys.dtype, keys.device)
+            self.storage = static.allocate(layout, keys.device)
             self.progress, self.home = self.all_progress.of(self.row, keys.device), home
-            if self.row == self.all_progress.first[home[0]]:
-                static.compile_ahead(self.storage, self.progress, self.row, layout, keys.dtype)
+            if self.row == self.all_progress.first[home]:
+                heads = getattr(self.all_progress.model_config, "num_attention_heads", layout.heads)
+                static.compile_ahead(self.storage, self.progress, self.row, layout, heads)
         self.layout = layout
-        static.put(state, self.storage, layout, keys.dtype)
+        static.put(state, self.storage, layout)
         self.progress[self.row] = torch.tensor([state.length, state.count, 0, 0])
-        self.is_initialized, self.holds_tokens = True, state.length > 0
+        self.is_initialized, self.form = True, layout.text if state.length else None
 
     @property
     def batch(self) -> int:
@@ -153,9 +162,10 @@ class StaticKVarNLayer(KVarNLayer):
     ) -> tuple[Any, Any]:
         """Append tokens; see :meth:`KVarNLayer.update`.
 
-        A step of one token never waits for the device, and can be compiled: its keys and values have the length
-        ``max_cache_len``, as those of Transformers' static layers have. A token for which a compiled step finds no room
-        is dropped, and attention gives NaN; ``generate()`` asks for the mask's sizes before, which raises.
+        A step of one token never waits for the device, and can be compiled (by :func:`traced_update`): its keys and
+        values have the length ``max_cache_len``, as those of Transformers' static layers have. A token for which a
+        compiled step finds no room is dropped, and attention gives NaN; ``generate()`` asks for the mask's sizes
+        before, which raises.
 
         Raises
         ------
@@ -164,10 +174,8 @@ class StaticKVarNLayer(KVarNLayer):
             says where the tokens end.
         """
         if self.steps(key_states.shape[2]):
-            if torch.compiler.is_compiling():  # where nobody can ask the module that calls
-                lazy = self.model_config._attn_implementation in reads_lazily
             return self._step(key_states, value_states, lazy)
-        attention = self.model_config._attn_implementation
+        attention = self.all_progress.attention
         if "flash" in (attention or ""):
             raise ValueError(
                 "max_cache_len needs attn_implementation 'kvarn', 'sdpa', 'eager' or 'flex_attention', "
@@ -178,30 +186,20 @@ class StaticKVarNLayer(KVarNLayer):
 
     def steps(self, tokens: int) -> bool:
         """Whether so many new tokens are taken as a step without the host."""
-        return tokens == 1 and self.holds_tokens
+        return tokens == 1 and self.form is not None
 
     def _step(self, keys: torch.Tensor, values: torch.Tensor, lazy: bool) -> tuple[Any, Any]:
-        layout = self.layout
+        static.check_tokens(keys, values, self.layout, self.device)
         assert self.home is not None
-        check_like("key_states", keys, (layout.batch, layout.heads, layout.key_dim), self.dtype, self.device)
-        check_like("value_states", values, (layout.batch, layout.heads, layout.value_dim), self.dtype, self.device)
-        numbers, device = list(layout), self.home[0]
-        if self.row == self.all_progress.first[device]:
-            if not torch.compiler.is_compiling():
-                self._claim_room()
-                self.all_progress.begun.add(device)
-            static.advance(self.progress, numbers)
-        static.append(self.storage, self.progress, self.row, keys.detach(), values.detach(), numbers)
-        reading = StaticReading(self.storage, self.progress, self.row, layout, self.dtype, self.reads)
-        if not lazy:
-            return reading.dense()
-        if torch.compiler.is_compiling():
-            return TracedStates(reading, False), TracedStates(reading, True)
-        return LazyStates.pair(reading)
+        if self.row == self.all_progress.first[self.home]:
+            self._claim_room()
+            self.all_progress.begun.add(self.home)
+        reading = _take(self, self.all_progress, self.row, keys, values, self.reads)
+        return LazyStates.pair(reading) if lazy else reading.dense()
 
     def get_seq_length(self) -> Any:
         """Tokens held: a tensor on the device, as lengths are there; 0 before any."""
-        return self.progress[self.row, 0] if self.holds_tokens else 0
+        return self.progress[self.row, 0] if self.form is not None else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that attention will see after ``query_length`` more tokens.
@@ -249,6 +247,39 @@ class StaticKVarNLayer(KVarNLayer):
             self.sure_room = self.max_cache_len - int(self.get_seq_length())
             check_room(self.max_cache_len + 1 - self.sure_room, self.max_cache_len)
         self.sure_room -= 1
+
+
+def traced_update(
+    layer: StaticKVarNLayer, progress: Progress, row: int, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[Any, Any]:
+    """The step of :meth:`StaticKVarNLayer.update` in compiled code, of layer ``row``.
+
+    Nobody can ask the module that calls how it will read, so the model's config says.
+    """
+    reading = _take(layer, progress, row, keys, values, None)
+    if progress.attention in reads_lazily:
+        return TracedStates(reading, False), TracedStates(reading, True)
+    return reading.dense()
+
+
+def _take(
+    layer: StaticKVarNLayer,
+    progress: Progress,
+    row: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    counts: dict[str, int] | None,
+) -> StaticReading:
+    """Append a token. Of the layer, compiled code depends on two attributes."""
+    storage, layout = layer.storage, layer.form
+    assert layout is not None
+    device = str(storage.device)
+    lengths = progress.tensors[device]
+    if row == progress.first[device]:
+        static.advance(lengths, layout)
+    static.append(storage, lengths, row, keys.detach(), values.detach(), layout)
+    shapes = tuple((x.shape[0], x.shape[1], progress.max_cache_len, x.shape[3]) for x in (keys, values))
+    return StaticReading(storage, lengths, row, layout, shapes, keys.dtype, counts)
 
 
 class StaticDenseLayer(StaticLayer):

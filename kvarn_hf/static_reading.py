@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_map_only
 
 from kvarn_hf import static
 from kvarn_hf.lazy import attend_lazily, repetition
-from kvarn_hf.static import Layout
 
 
 class StaticReading:
     """What attention reads in one step of a static layer; the counterpart of :class:`kvarn_hf.lazy.Reading`.
 
-    ``counts`` is the layer's ``{"fused": n, "dequantized": n}``.
+    ``layout`` is a :attr:`kvarn_hf.static.Layout.text`, ``shapes`` are those of the dense keys and values, and
+    ``counts`` is the layer's ``{"fused": n, "dequantized": n}``; None in compiled code, which would be compiled again
+    for every other number.
     """
 
     def __init__(
@@ -28,12 +29,13 @@ class StaticReading:
         storage: torch.Tensor,
         progress: torch.Tensor,
         row: int,
-        layout: Layout,
+        layout: str,
+        shapes: tuple[Any, ...],
         dtype: torch.dtype,
-        counts: dict[str, int],
+        counts: dict[str, int] | None,
     ) -> None:
         self.storage, self.progress, self.row, self.layout = storage, progress, row, layout
-        self.dtype = dtype
+        self.shapes, self.dtype = shapes, dtype
         self.counts = counts
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -43,18 +45,17 @@ class StaticReading:
 
     @property
     def heads(self) -> int:
-        return self.layout.heads
+        return self.shapes[0][1]  # type: ignore[no-any-return]
 
     def shape(self, is_value: bool) -> tuple[int, int, int, int]:
         """Of the dense keys or values."""
-        layout = self.layout
-        return layout.batch, layout.heads, layout.most, layout.value_dim if is_value else layout.key_dim
+        return self.shapes[is_value]  # type: ignore[no-any-return]
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, dequantized, ``[batch, heads, max_cache_len, head_dim]``."""
         if self._dense is None:
-            self._dense = static.read(self.storage, self.progress, self.row, list(self.layout), self.dtype)
-            if not torch.compiler.is_compiling():
+            self._dense = static.read(self.storage, self.progress, self.row, self.layout)
+            if self.counts is not None:
                 self.counts["dequantized"] += 1
         return self._dense
 
@@ -71,13 +72,13 @@ class StaticReading:
         have been changed."""
         if self._dense is not None or query.dtype != self.dtype or (query.requires_grad and torch.is_grad_enabled()):
             return None
-        if mask is not None and mask.shape[-1] < self.layout.most:
+        if mask is not None and mask.shape[-1] < self.shapes[0][2]:
             return None  # it may end before the tokens do
-        if not torch.compiler.is_compiling():  # compiled code would be recompiled for every other number
+        if self.counts is not None:
             self.counts["fused"] += 1
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
         return static.attend(
-            query, self.storage, self.progress, self.row, mask, sinks, list(self.layout), scaling, softcap or 0.0
+            query, self.storage, self.progress, self.row, mask, sinks, self.layout, scaling, softcap or 0.0
         )
 
 

@@ -111,19 +111,22 @@ def test_without_compiling():
     assert cache.report()["reads"]["fused"] > 0
 
 
-def test_the_slowest_kernel_is_compiled_ahead():
+def test_kernels_are_compiled_ahead():
     """While the prompt is read and the step is traced, and for the arguments that the step then has."""
     from kvarn_kernels.append import append_kernel
+    from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
     from kvarn_kernels.launch import _COMING
 
+    kernels = append_kernel, split_kernel, combine_kernel
     on_gpu = model("llama", "sdpa")
     config = KVarNConfig(3, 8, tile_size=64, sink_length=8, residual_length=8)  # which no other test compiles
     cache = KVarNCache(on_gpu.config, config, max_cache_len=300)
     ids = tiny.prompt(1, 190).cuda()
     with torch.inference_mode():
         tiny.forward(on_gpu, ids, cache)
-        _COMING[append_kernel].result()
-        compiled = len(append_kernel.device_caches[0][0])
-        tiny.forward(on_gpu, ids[:, :1], cache)
-    assert append_kernel not in _COMING
-    assert len(append_kernel.device_caches[0][0]) == compiled
+        for coming in [_COMING[append_kernel], _COMING[split_kernel]]:
+            coming.result()
+        compiled = [len(kernel.device_caches[0][0]) for kernel in kernels]
+        generate(on_gpu, cache, torch.cat([ids, ids[:, :1]], 1), 2, disable_compile=True)
+    assert not _COMING.keys() & set(kernels)
+    assert [len(kernel.device_caches[0][0]) for kernel in kernels] == compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -491,6 +492,36 @@ def test_copies_and_new_caches_need_no_new_compilation():
             with torch.no_grad():
                 compiled(input_ids=tiny.prompt(2, 1), **{tiny.CACHE_NAME: held})
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kvarn"])
+def test_compiled_steps_ask_each_layer_little(attention):
+    """Whatever they ask a layer for, they compare at every step, in every layer."""
+    model = with_attention("llama", attention)
+    torch._dynamo.reset()
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300)
+    tiny.forward(model, tiny.prompt(1, 20), cache)
+    with torch.no_grad():
+        torch.compile(model, backend="aot_eager", fullgraph=True)(
+            input_ids=tiny.prompt(1, 1), **{tiny.CACHE_NAME: cache}
+        )
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(type(model).forward.__code__)
+    asked = set(re.findall(r"\.layers\[1\]\.(\w+)", str(entry.guard_manager)))
+    # What Transformers asks for itself, and where it looks for that.
+    assert asked - {"__dict__", "is_sliding", "is_compileable"} == {"form", "storage"}
+
+
+@pytest.mark.parametrize(("rows", "dtype", "message"), [(2, None, "shape"), (1, torch.float64, "dtype")])
+def test_compiled_steps_refuse_other_tokens(rows, dtype, message):
+    model = tiny.model("llama")
+    torch._dynamo.reset()
+    cache = KVarNCache(model.config, SMALL, max_cache_len=300)
+    tiny.forward(model, tiny.prompt(1, 20), cache)
+    other = copy.deepcopy(model).to(dtype) if dtype else model
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(Exception, match=f"key_states must have {message} .* like the tokens held"):
+        compiled(input_ids=tiny.prompt(rows, 1), **{tiny.CACHE_NAME: cache})
+    assert int(cache.get_seq_length()) == 20
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvarn"])

@@ -9,33 +9,34 @@ from kvarn_kernels.int8_dot import codes_dot, column_max, exp2, near_first, to_d
 
 
 @triton.jit
-def _work(count, dense_length, BLOCK: tl.constexpr, WEIGHT: tl.constexpr):
-    """The list of work, blocks of dense tokens first and then tiles: how many blocks, where the tiles begin, and how
-    long it is. A block counts 2, a tile ``WEIGHT``, and half of that turning to the tiles, which is a start of its own.
+def _cut(count, dense_length, slices, BLOCK: tl.constexpr, WEIGHT: tl.constexpr):
+    """The list of work, blocks of dense tokens first and then tiles, and how ``slices`` share it.
+
+    A block counts 2, a tile ``WEIGHT``, and half of that turning to the tiles, which is a start of its own. A slice
+    that begins from ``dense_end`` on has no blocks: at most half a tile's worth is left, which the one before takes.
+
+    Returns blocks, dense_end, tiles_start, the list's length, how many slices (the first ones) have blocks, and how
+    many have no tiles.
     """
     blocks = tl.maximum(1, tl.cdiv(dense_length, BLOCK))
+    dense_end = tl.maximum(2 * blocks - WEIGHT // 2, 1)
     tiles_start = 2 * blocks + WEIGHT // 2
-    return blocks, tiles_start, tiles_start + count * WEIGHT
+    work = tiles_start + count * WEIGHT
+    dense_slices = tl.minimum(slices, tl.cdiv(dense_end * slices, work))
+    skipped = tl.minimum(slices, tl.cdiv((tiles_start + (WEIGHT + 1) // 2) * slices, work) - 1)
+    return blocks, dense_end, tiles_start, work, dense_slices, skipped
 
 
 @triton.jit
-def _blocks_before(at, blocks, WEIGHT: tl.constexpr):
-    """How many blocks come before a place in the list: all, if only half a tile's worth is left."""
-    return tl.where(at < tl.maximum(2 * blocks - WEIGHT // 2, 1), (at + 1) // 2, blocks)
+def _blocks_before(at, blocks, dense_end):
+    """How many blocks come before a place in the list."""
+    return tl.where(at < dense_end, (at + 1) // 2, blocks)
 
 
 @triton.jit
 def _tiles_before(at, tiles_start, WEIGHT: tl.constexpr):
     """How many tiles come before a place in the list, to the nearest."""
     return tl.maximum(at - tiles_start + WEIGHT // 2, 0) // WEIGHT
-
-
-@triton.jit
-def _cut(slices, blocks, tiles_start, work, WEIGHT: tl.constexpr):
-    """How many slices, the first ones, have blocks, and how many have no tiles."""
-    dense_slices = tl.minimum(slices, tl.cdiv(tl.maximum(2 * blocks - WEIGHT // 2, 1) * slices, work))
-    skipped = tl.minimum(slices, tl.cdiv((tiles_start + (WEIGHT + 1) // 2) * slices, work) - 1)
-    return dense_slices, skipped
 
 
 @triton.jit
@@ -53,9 +54,16 @@ def _queries(first, h, COLS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.co
 
 
 @triton.jit
+def _mask_of_all(mask_ptr, position, length):
+    """What a mask that is the same for all columns says of tokens."""
+    return tl.load(mask_ptr + position, mask=position < length, other=0)
+
+
+@triton.jit
 def _bias(
     score,
     position,
+    mask_of_all,
     column_ok,
     head,
     token,
@@ -71,7 +79,8 @@ def _bias(
     CAP: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Soft-capped scores (base 2) [TOKENS, COLS], -inf where a query may not see a token. position [TOKENS]."""
+    """Soft-capped scores (base 2) [TOKENS, COLS], -inf where a query may not see a token. position [TOKENS];
+    mask_of_all [TOKENS] if MASK > 2."""
     if CAP:  # cap tanh(x / cap), by an exponential that cannot overflow
         small = tl.exp2(-2 * 1.4426950408889634 * tl.abs(score) / cap)
         size = cap * (1 - small) / (1 + small)
@@ -81,12 +90,11 @@ def _bias(
         score = tl.where(position[:, None] <= query_position[None, :], score, float("-inf"))
     if WINDOW:
         score = tl.where(position[:, None] > (query_position - window)[None, :], score, float("-inf"))
-    if MASK > 2:  # the same for all columns
-        mask = tl.load(mask_ptr + position, mask=position < length, other=0)
+    if MASK > 2:
         if MASK == 3:
-            score = tl.where((mask != 0)[:, None], score, float("-inf"))
+            score = tl.where((mask_of_all != 0)[:, None], score, float("-inf"))
         else:
-            score += (mask.to(tl.float32) * 1.4426950408889634)[:, None]
+            score += (mask_of_all.to(tl.float32) * 1.4426950408889634)[:, None]
     elif MASK > 0:
         where = mask_ptr + (head * stride_m_h + token * stride_m_q)[None, :] + position[:, None]
         known = column_ok[None, :] & (position < length)[:, None]
@@ -250,8 +258,14 @@ def _attend_tiles(
     m = tl.full([COLS], -1e30, tl.float32)
     l = tl.zeros([8, COLS], tl.float32)
     acc = tl.zeros([VALUE_PAD, COLS], tl.float32)
+    coming = 0
+    if MASK > 2:  # one tile ahead, by hand: the compiler does not fetch single bytes ahead
+        coming = _mask_of_all(mask_ptr, sink_length + first * TILE + t, length)
     for n in tl.range(first, last, num_stages=STAGES):
         at = tile + n  # int64
+        mask_of_all = coming
+        if MASK > 2:
+            coming = _mask_of_all(mask_ptr, sink_length + (n + 1) * TILE + t, length)
         if KEY_DIM == KEY_PAD:
             key_word = tl.load(kc_ptr + at * KEY_BYTES + key_at)
             kcs = tl.load(kcs_ptr + at * KEY_DIM + channel).to(tl.float32)
@@ -305,6 +319,7 @@ def _attend_tiles(
             s = _bias(
                 s,
                 position,
+                mask_of_all,
                 column_ok,
                 head,
                 token,
@@ -354,6 +369,12 @@ def _attend_tiles(
     out_channel = tl.arange(0, 16)[:, None] + (tl.arange(0, VALUE_PAD // 16) * 16)[None, :]
     tl.store(o_ptr + (column * VALUE_PAD)[None, None, :] + out_channel[:, :, None], acc)
     tl.store(lse_ptr + column, tl.where(total == 0, float("-inf"), m + tl.log2(total)))
+
+
+@triton.jit
+def _position(index, pad, tail_start, sink_length):
+    """Where dense tokens are in their row."""
+    return tl.where(index < sink_length, index + pad, tail_start + index - sink_length)
 
 
 @triton.jit
@@ -408,7 +429,15 @@ def _attend_dense(
     m = tl.full([COLS], -1e30, tl.float32)
     l = tl.zeros([COLS], tl.float32)
     acc = tl.zeros([VALUE_PAD, COLS], tl.float32)
+    coming = 0
+    if MASK > 2:
+        position = _position(first + x, pad, tail_start, sink_length)
+        coming = _mask_of_all(mask_ptr, position, length)
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
+        mask_of_all = coming
+        if MASK > 2:  # of the next block
+            position = _position(start + BLOCK + x, pad, tail_start, sink_length)
+            coming = _mask_of_all(mask_ptr, position, length)
         index = start + x
         row = tl.minimum(index, last - 1)  # rather than a mask: what is read twice gets no weight
         key_at = dk_ptr + (row * stride_dk_t)[:, None] + channel[None, :]
@@ -423,13 +452,14 @@ def _attend_dense(
             v = tl.load(value_at, mask=(out_channel < VALUE_DIM)[:, None], other=0.0)
         held = index < last
         in_sink = index < sink_length
-        position = tl.where(in_sink, index + pad, tail_start + index - sink_length)
+        position = _position(index, pad, tail_start, sink_length)
         if PADDED:
             held &= (position < tail_start) | ~in_sink
         s = tl.dot(k, q) * scale
         s = _bias(
             s,
             position,
+            mask_of_all,
             column_ok,
             head,
             token,
@@ -462,9 +492,13 @@ def _attend_dense(
             run = tl.minimum(pad, tail_start)
             for start in range(0, run, BLOCK):
                 position = start + x
+                mask_of_all = 0
+                if MASK > 2:
+                    mask_of_all = _mask_of_all(mask_ptr, position, length)
                 s = _bias(
                     tl.broadcast_to(plain[None, :], (BLOCK, COLS)),
                     position,
+                    mask_of_all,
                     column_ok,
                     head,
                     token,
@@ -607,8 +641,7 @@ def split_kernel(
             pad = tl.where(count > 0, pad, 0)
     if MASK > 0:
         mask_ptr += b.to(tl.int64) * stride_m_b
-    blocks, tiles_start, work = _work(count, dense_length, BLOCK, WEIGHT)
-    dense_slices, skipped = _cut(slices, blocks, tiles_start, work, WEIGHT)
+    blocks, dense_end, tiles_start, work, dense_slices, skipped = _cut(count, dense_length, slices, BLOCK, WEIGHT)
     start = index * work // slices
     end = (index + 1) * work // slices
     first, last = _tiles_before(start, tiles_start, WEIGHT), _tiles_before(end, tiles_start, WEIGHT)
@@ -624,8 +657,8 @@ def split_kernel(
             q_ptr,
             dense_head * stride_q_h + dense_token * stride_q_q,
             scale,
-            _blocks_before(start, blocks, WEIGHT) * BLOCK,
-            tl.minimum(_blocks_before(end, blocks, WEIGHT) * BLOCK, dense_length),
+            _blocks_before(start, blocks, dense_end) * BLOCK,
+            tl.minimum(_blocks_before(end, blocks, dense_end) * BLOCK, dense_length),
             pad,
             run_k_ptr + bh * KEY_DIM if PADDED else run_k_ptr,
             run_v_ptr + bh * VALUE_DIM if PADDED else run_v_ptr,
@@ -762,8 +795,7 @@ def combine_kernel(
     """
     if progress_ptr is not None:
         count, dense_length = _lengths(progress_ptr, sink_length, TILE)
-        blocks, tiles_start, work = _work(count, dense_length, BLOCK, WEIGHT)
-        dense_slices, skipped = _cut(slices, blocks, tiles_start, work, WEIGHT)
+        _, _, _, _, dense_slices, skipped = _cut(count, dense_length, slices, BLOCK, WEIGHT)
         entries = dense_slices + slices - skipped
     bh, first = tl.program_id(0), tl.program_id(1) * TAKEN
     unit = bh * ((COLUMNS + COLS - 1) // COLS) + first // COLS

@@ -25,8 +25,8 @@ import torch
 import triton.language as tl
 
 from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
-from kvarn_kernels.launch import on_device_of, padded, power_of_two, rotation_block
-from kvarn_kernels.launch_table import Tuning, plan, programs_at_once, tuning_for
+from kvarn_kernels.launch import begin, finish, on_device_of, padded, power_of_two, rotation_block
+from kvarn_kernels.launch_table import Cut, Tuning, plan, programs_at_once, tuning_for
 
 LOG2E = 1.4426950408889634
 # Inline assembly does not run in Triton's interpreter, which is how the arithmetic is tested without a GPU.
@@ -81,6 +81,7 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     tuning: Tuning | None = None,
     slices: int = 0,
+    ahead: bool = False,
 ) -> torch.Tensor:
     """Attention of the newest ``query_tokens`` tokens over sinks, packed tiles and tail, in two launches.
 
@@ -127,6 +128,8 @@ def decode_attention(
         How to launch; None looks it up in :mod:`kvarn_kernels.launch_table`.
     slices : int
         Into how many slices each KV head's tokens are cut; 0 lets it follow from how many programs run at once.
+    ahead : bool
+        Only begin to compile the kernels, in a thread of its own; the result is then empty.
 
     Returns
     -------
@@ -187,6 +190,9 @@ def decode_attention(
         tuning,
     )
     with on_device_of(query):
+        if ahead:
+            begin(split_kernel, functools.partial(_prepare_all, kind, arrays, count, dense_length))
+            return query.new_empty(0)
         call = _PREPARED.get(kind)
         if call is None:
             if not supported(query, value_dim, tile, key_bits, value_bits):
@@ -194,9 +200,9 @@ def decode_attention(
                     f"query must hold 1 to {_MOST_TOKENS} tokens per row in float16 or bfloat16 and head_dims must be "
                     f"multiples of 16 up to 256, got {tuple(query.shape)}, {query.dtype} and value head_dim {value_dim}"
                 )
-            call = _prepare(kind, arrays)
-        cut = plan(call.programs, call.units, count, dense_length, call.tuning.block, call.tuning.weight, slices)
-        entries = cut.slices + 1 if progress is not None else cut.entries
+            finish(split_kernel)
+            call = _PREPARED.get(kind) or _prepare(kind, arrays)
+        cut, entries = call.cut(count, dense_length, slices)
         rows_of_part = call.units * entries * call.cols
         lse_start = rows_of_part * call.value_pad
         part = torch.empty(lse_start + rows_of_part, dtype=torch.float32, device=query.device)
@@ -284,6 +290,7 @@ class _Prepared:
         self.units = batch * kind.heads * self.blocks
         self.out_shape = (batch, queries, query_heads, value_dim)
         self.combine: dict[int, Any] = {}
+        self.on_device = kind.progress  # where lengths are
         self.split_constants = (
             queries,
             columns,
@@ -334,6 +341,11 @@ class _Prepared:
         self.split._init_handles()
         self.programs = programs_at_once(self.split, kind.device)
 
+    def cut(self, count: int, dense_length: int, slices: int = 0) -> tuple[Cut, int]:
+        """How the work is cut, and how many results there are room for."""
+        cut = plan(self.programs, self.units, count, dense_length, self.tuning.block, self.tuning.weight, slices)
+        return cut, cut.slices + 1 if self.on_device else cut.entries
+
     def combine_block(self, padded_entries: int) -> tuple[int, int]:
         """Columns and channels per program, so few that a program's entries fit its registers."""
         if padded_entries <= _FEW_ENTRIES:
@@ -380,6 +392,17 @@ def _prepare(kind: _Kind, arrays: tuple[torch.Tensor | None, ...]) -> _Prepared:
         _PREPARED.clear()
     call = _PREPARED[kind] = _Prepared(kind, arrays)
     return call
+
+
+def _prepare_all(kind: _Kind, arrays: tuple[torch.Tensor | None, ...], count: int, dense_length: int) -> None:
+    """All that a call will need, in another thread."""
+    query: Any = arrays[0]
+    with on_device_of(query):
+        call = _prepare(kind, arrays)
+        _, entries = call.cut(count, dense_length)
+        part, out = query.new_empty(4, dtype=torch.float32), query.new_empty(4)
+        *_, progress, sinks = arrays
+        call.prepare_combine(power_of_two(entries), part, sinks, out, progress)
 
 
 def _block_bits(dim: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -108,23 +109,33 @@ def launch(call: Call, grid: tuple[int, ...]) -> None:
         if compiled is None:
             if len(_COMPILED) >= _MOST_COMPILED:
                 _COMPILED.clear()
-            if kernel in _COMING:
-                wait([_COMING.pop(kernel)])
+            finish(kernel)
             # From Triton's own table, if that was it.
             compiled = _COMPILED[key] = _compile(call)
         # Compiled kernels take addresses.
         compiled[(*grid, 1, 1)[:3]](*addresses, *numbers, *varying, *constants)
 
 
-def compile_ahead(call: Call) -> None:
-    """Begin to compile what :func:`launch` will need for such a call, in a thread of its own.
+def begin(kernel: Any, work: Callable[[], object]) -> None:
+    """Begin to compile a kernel in a thread of its own, until :func:`finish`; ``work`` compiles it.
 
-    Most of the time is spent outside of Python, so other work goes on meanwhile. The next launch of the kernel that is
-    not compiled yet waits for it.
+    Most of the time is spent outside of Python, so other work goes on meanwhile.
     """
+    _COMING[kernel] = _compilers().submit(work)
+
+
+def finish(kernel: Any) -> None:
+    """Wait for what :func:`begin` began."""
+    if kernel in _COMING:
+        wait([_COMING.pop(kernel)])
+
+
+def compile_ahead(call: Call) -> None:
+    """Begin to compile what :func:`launch` will need for such a call. The next launch of the kernel that is not
+    compiled yet waits for it."""
     first: Any = call.arrays[0]
     if first.is_cuda:
-        _COMING[call.kernel] = _compilers().submit(_compile, call)
+        begin(call.kernel, partial(_compile, call))
 
 
 def _compile(call: Call) -> Any:

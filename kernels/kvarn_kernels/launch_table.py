@@ -93,14 +93,15 @@ def plan(programs: int, units: int, count: int, dense_length: int, block: int, w
     slices : int
         0, or the number of slices to take instead.
     """
-    # Counted as the kernel does: see attention_kernels._work and _cut.
+    # Counted as the kernel does: see attention_kernels._cut.
     blocks = max(1, -(-dense_length // block))
+    dense_end = max(2 * blocks - weight // 2, 1)
     tiles_start = 2 * blocks + weight // 2
     work = tiles_start + count * weight
     if slices == 0:
         # No slice needs more tiles than the longest, so fewer slices may do.
         longest = -(-work // (weight * min(_MOST_SLICES - 2, max(1, programs // units))))
         slices = -(-work // (weight * longest))
-    dense_slices = min(slices, -(-max(2 * blocks - weight // 2, 1) * slices // work))
+    dense_slices = min(slices, -(-dense_end * slices // work))
     skipped = min(slices, -(-(tiles_start + (weight + 1) // 2) * slices // work) - 1)
     return Cut(slices, dense_slices + slices - skipped)

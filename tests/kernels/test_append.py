@@ -21,14 +21,14 @@ class Layer:
     """Storage of one layer, stepped by kernels or by torch."""
 
     def __init__(self, config, keys, values, most, by_kernels):
-        self.by_kernels, self.dtype = by_kernels, keys.dtype
+        self.by_kernels = by_kernels
         with self.path():
             state = LayerState.empty(config, keys, values).appended(keys, values).committed()
             padding = static.padding_of(state)
             padded = padding is not None and bool((padding.length > 0).any())
             self.layout = static.Layout.of(config, keys, values, most)._replace(padded=int(padded))
-            self.storage = static.allocate(self.layout, keys.dtype, keys.device)
-            static.put(state, self.storage, self.layout, keys.dtype)
+            self.storage = static.allocate(self.layout, keys.device)
+            static.put(state, self.storage, self.layout)
         self.progress = torch.tensor([[state.length, state.count, 0, 0]], device=keys.device)
 
     @contextmanager
@@ -39,23 +39,23 @@ class Layer:
 
     def step(self, keys, values):
         with self.path():
-            static.advance(self.progress, self.layout)
-            static.append(self.storage, self.progress, 0, keys, values, self.layout)
+            static.advance(self.progress, self.layout.text)
+            static.append(self.storage, self.progress, 0, keys, values, self.layout.text)
 
     def attend(self, query, mask=None):
         with self.path():
             return static.attend(
-                query, self.storage, self.progress, 0, mask, None, self.layout, query.shape[3] ** -0.5, 0.0
+                query, self.storage, self.progress, 0, mask, None, self.layout.text, query.shape[3] ** -0.5, 0.0
             )
 
     def read(self, by_kernels=False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ops, "uses_kernels", lambda device: by_kernels)
-            return static.read(self.storage, self.progress, 0, self.layout, self.dtype)
+            return static.read(self.storage, self.progress, 0, self.layout.text)
 
     @property
     def views(self):
-        return static.views(self.storage, self.layout, self.dtype)
+        return static.views(self.storage, self.layout)
 
 
 def pair(config, device, dtype, length, steps, most=300, pads=None, shape=(2, 1), key_dim=32, value_dim=None):
@@ -174,7 +174,7 @@ def test_attention_up_to_the_true_length(device, pads, masked, length):
         got = layer.attend(query, mask)
         assert got.shape == (2, 1, 6, 32)
         length, count, _, _ = layer.progress[0].tolist()
-        state = static.state_of(layer.storage, layer.layout, torch.float16, length, count)
+        state = static.state_of(layer.storage, layer.layout, length, count)
         shown = None if mask is None else mask[..., :length]
         expected = attention(query, *exact.dequantized(state), shown, **options)
         rounded = attention(query, *(x.half() for x in exact.dequantized(state)), shown, **options)
@@ -196,7 +196,7 @@ def test_attention_in_float32_reads_dense_tensors(device, length, kind):
     query = torch.randn(2, 6, 1, 32, generator=generator).to(device)
     got = layer.attend(query, None if kind == "none" else mask)
     length, count, _, _ = layer.progress[0].tolist()
-    state = static.state_of(layer.storage, layer.layout, torch.float32, length, count)
+    state = static.state_of(layer.storage, layer.layout, length, count)
     shown = None if kind == "none" else mask[..., :length]
     expected = attention(query, *ops.dense(state), shown, scaling=32**-0.5, causal=False)
     assert (got - expected).norm() <= 1e-5 * expected.norm()
