@@ -56,7 +56,8 @@ def _fill(cache: Any, model: Any, batch: int, context: int) -> None:
         cache.update(*_random_states(model, batch, context), layer)
 
 
-def _fill_kvarn(cache: Any, model: Any, batch: int, context: int) -> None:
+def fill_kvarn(cache: Any, model: Any, batch: int, context: int) -> None:
+    """Random keys and values in every layer of a :class:`KVarNCache`."""
     # In pieces, and without reading them back: what fits leaves no room for a dense layer.
     for layer in cache.layers:
         for start in range(0, context, _FILLED_AT_ONCE // batch):
@@ -110,15 +111,13 @@ CONTESTANTS = {
     "quanto-int4": Contestant.named("quanto-int4"),
     "hqq-int4": Contestant.named("hqq-int4", fill=_fill_one_layer),
     "fused-turboquant-4bit": Contestant.named("fused-turboquant-4bit", fill=_fill_turboquant),
-    "kvarn": Contestant.named("kvarn_k4v2_g128", fill=_fill_kvarn),
-    "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), attention="kvarn", fill=_fill_kvarn),
-    "kvarn-dequantized": Contestant(lambda model, length: KVarNCache(model.config, fused=False), fill=_fill_kvarn),
-    "kvarn-k2v2": Contestant.named("kvarn_k2v2_g128", fill=_fill_kvarn),
-    "kvarn-compiled": Contestant(
-        lambda model, length: KVarNCache(model.config, max_cache_len=length), fill=_fill_kvarn
-    ),
+    "kvarn": Contestant.named("kvarn_k4v2_g128", fill=fill_kvarn),
+    "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), attention="kvarn", fill=fill_kvarn),
+    "kvarn-dequantized": Contestant(lambda model, length: KVarNCache(model.config, fused=False), fill=fill_kvarn),
+    "kvarn-k2v2": Contestant.named("kvarn_k2v2_g128", fill=fill_kvarn),
+    "kvarn-compiled": Contestant(lambda model, length: KVarNCache(model.config, max_cache_len=length), fill=fill_kvarn),
     "kvarn-attention-compiled": Contestant(
-        lambda model, length: KVarNCache(model.config, max_cache_len=length), attention="kvarn", fill=_fill_kvarn
+        lambda model, length: KVarNCache(model.config, max_cache_len=length), attention="kvarn", fill=fill_kvarn
     ),
 }
 
@@ -189,12 +188,11 @@ def generate(
     list of dict
         The fields of :class:`Timing`.
     """
-    for name, value, allowed in (("shape", [shape], SHAPES), ("caches", list(caches), CONTESTANTS)):
-        unknown = [v for v in value if v not in allowed]
-        if unknown:
-            raise ValueError(f"{name} must be of {', '.join(allowed)}, got {unknown[0]!r}")
+    unknown = [name for name in caches if name not in CONTESTANTS]
+    if unknown:
+        raise ValueError(f"caches must be of {', '.join(CONTESTANTS)}, got {unknown[0]!r}")
     console = Console()
-    model = _random_model(shape, device)
+    model = random_model(shape, device)
     _start_compiler(device)
     rows: list[Timing] = []
     with Progress(console=console) as progress, torch.inference_mode():
@@ -211,7 +209,10 @@ def generate(
     return [asdict(row) for row in rows]
 
 
-def _random_model(shape: str, device: str) -> torch.nn.Module:
+def random_model(shape: str, device: str) -> Any:
+    """A model with random weights in bfloat16, of a shape in :data:`SHAPES`, that never ends its answer."""
+    if shape not in SHAPES:
+        raise ValueError(f"shape must be of {', '.join(SHAPES)}, got {shape!r}")
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=1 << 20, dtype=torch.bfloat16)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -259,27 +260,13 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
         contestant.fill(cache, model, batch, context)
         held = torch.cuda.memory_allocated() - base
         torch.cuda.reset_peak_memory_stats()
-        steps: list[float] = []
-        seconds = []
-        for tokens in (_WARM_UP_TOKENS, new_tokens):
-            length = int(cache.get_seq_length())
-            ids = torch.randint(1, model.config.vocab_size, (batch, length + 1), device=model.device)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            clock = _StepClock()
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=tokens,
-                do_sample=False,
-                stopping_criteria=[clock],
-            )
-            steps = clock.steps()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        decode(model, cache, batch, _WARM_UP_TOKENS)
+        taken = time.perf_counter() - start
+        steps = decode(model, cache, batch, new_tokens)
         peak = torch.cuda.max_memory_allocated() - base
-        warm_up = max(0.0, seconds[0] - _WARM_UP_TOKENS * statistics.median(steps))
+        warm_up = max(0.0, taken - _WARM_UP_TOKENS * statistics.median(steps))
         step, gib = statistics.median(steps), 2.0**-30
         return Timing(name, batch, context, 1e3 * step, batch / step, warm_up, held * gib, peak * gib)
     except Exception as error:  # a competitor that fails is a row of the table, not the end of the run
@@ -289,6 +276,22 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
         # Every contestant compiles for itself, and none is left over from the one before.
         vars(model).pop("_compiled_call", None)
         torch._dynamo.reset()
+
+
+def decode(model: Any, cache: Any, batch: int, tokens: int) -> list[float]:
+    """Seconds of ``generate()``'s steps, but for the first, as it makes ``tokens`` tokens behind what a cache holds."""
+    shape = batch, int(cache.get_seq_length()) + 1
+    ids = torch.randint(1, model.config.vocab_size, shape, device=model.device)
+    clock = _StepClock()
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        do_sample=False,
+        stopping_criteria=[clock],
+    )
+    return clock.steps()
 
 
 class _StepClock:

@@ -242,6 +242,21 @@ def bench_generate(
     _measure(lambda: generate(shape, contexts, batches, cache or DEFAULT_CACHES, new_tokens=new_tokens, out=out))
 
 
+@bench.command("monitor")
+def bench_monitor(
+    context: Annotated[list[int] | None, typer.Option(min=128, help="Tokens in the cache; can be repeated.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; can be repeated.")] = None,
+    shape: Annotated[str, typer.Option(help="The model's shape: llama-3.1-8b or tiny.")] = "llama-3.1-8b",
+    segments: Annotated[int, typer.Option(min=1, help="How often every step is timed.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench_monitor.json and .md.")] = None,
+) -> None:
+    """Time decode steps of generate() with a cache's monitor off and on."""
+    _require_gpu("monitor")
+    from kvarn_hf.bench_monitor import monitor
+
+    _measure(lambda: monitor(shape, context or (8192,), batch or (1, 8), segments, out=out))
+
+
 def _require_gpu(command: str) -> None:
     import torch
 

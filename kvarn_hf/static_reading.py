@@ -49,7 +49,7 @@ class StaticReading:
 
     def shape(self, is_value: bool) -> tuple[int, int, int, int]:
         """Of the dense keys or values."""
-        return self.shapes[is_value]  # type: ignore[no-any-return]
+        return self.shapes[1 if is_value else 0]  # type: ignore[no-any-return]
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, dequantized, ``[batch, heads, max_cache_len, head_dim]``."""

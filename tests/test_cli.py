@@ -62,9 +62,10 @@ def printed(result) -> str:
     return re.sub(r"\s+", " ", result.output)
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["demo"], ["bench"], ["bench", "quantize"], ["bench", "attention"], ["bench", "generate"]]
-)
+BENCHMARKS = ("quantize", "attention", "generate", "monitor")
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["bench"], *(["bench", name] for name in BENCHMARKS)])
 def test_help(run, command):
     result = run(*command, "--help")
     assert result.exit_code == 0
@@ -119,7 +120,7 @@ def test_one_token_of_prompt_is_refused(run, tiny_model):
     assert "prompt must have at least 2 tokens, got 1" in printed(result)
 
 
-@pytest.mark.parametrize("command", ["quantize", "attention", "generate"])
+@pytest.mark.parametrize("command", BENCHMARKS)
 def test_bench_says_that_it_needs_a_gpu(run, monkeypatch, command):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = run("bench", command)

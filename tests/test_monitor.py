@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 import warnings
 
@@ -10,7 +11,7 @@ import torch
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvarn_hf import KVarNCache, KVarNConfig, Monitor, MonitorWarning, ops
+from kvarn_hf import KVarNCache, KVarNConfig, Monitor, MonitorWarning, bench_monitor, ops
 from kvarn_hf.monitor import FIGURES, SIDES
 from kvarn_hf.reference.normalize import imbalance_trace, variance_normalize_published
 from kvarn_hf.reference.rotation import rotate
@@ -581,3 +582,21 @@ class TestImbalanceTrace:
     def test_constant_and_zero_tiles(self):
         assert torch.equal(imbalance_trace(torch.zeros(8, 8), 2), torch.full((3,), 2.0))
         assert torch.equal(imbalance_trace(torch.ones(8, 8), 2), torch.full((3,), 2.0))
+
+
+class TestBench:
+    def test_steps_with_and_without(self, monkeypatch, tmp_path, capsys):
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        rows = bench_monitor.monitor("tiny", (300,), (2,), segments=1, device="cpu", out=tmp_path)
+        assert [(row["batch"], row["monitor"]) for row in rows] == [(2, False), (2, True)]
+        for row in rows:
+            assert 0 < row["median_step_ms"] < row["packing_step_ms"]
+        off, on = rows
+        assert off["overhead"] == 0
+        assert on["overhead"] == pytest.approx(on["step_ms"] / off["step_ms"] - 1)
+        assert json.loads((tmp_path / "bench_monitor.json").read_text())["results"] == rows
+        assert "300" in capsys.readouterr().out
+
+    def test_unknown_shape(self):
+        with pytest.raises(ValueError, match=r"shape must be of llama-3\.1-8b, tiny, got 'big'"):
+            bench_monitor.monitor("big", device="cpu")

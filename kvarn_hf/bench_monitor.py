@@ -1,0 +1,107 @@
+"""What watching a cache costs: decode steps of ``generate()`` with ``KVarNCache(monitor=...)``, on and off."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvarn_hf import bench_results
+from kvarn_hf.bench_generate import decode, fill_kvarn, random_model
+from kvarn_hf.cache import KVarNCache
+
+
+def monitor(
+    shape: str = "llama-3.1-8b",
+    contexts: Sequence[int] = (8192,),
+    batches: Sequence[int] = (1, 8),
+    segments: int = 5,
+    attention: str = "sdpa",
+    device: str = "cuda",
+    out: str | Path | None = None,
+) -> list[dict[str, Any]]:
+    """Time decode steps with the monitor off and on, in turns, so that a slow minute of the host meets both.
+
+    A segment decodes as many tokens as a tile has, so that one of its steps packs a tile in every layer, always the
+    same one. Of every step of a segment the median over the segments is taken, and of these the mean.
+
+    Parameters
+    ----------
+    shape : str
+        A key of :data:`kvarn_hf.bench_generate.SHAPES`.
+    contexts, batches : sequence of int
+        Tokens in the cache, and rows.
+    segments : int
+        How many count, after one that does not.
+    attention : str
+        The model's attention implementation.
+    device : str
+        Where to run.
+    out : str or Path, optional
+        Folder for ``bench_monitor.json`` and ``.md``.
+
+    Returns
+    -------
+    list of dict
+        ``batch``, ``context``, ``monitor`` (every tile or none), ``step_ms`` (mean), ``overhead`` (of the mean step),
+        ``median_step_ms`` and ``packing_step_ms``.
+    """
+    model = random_model(shape, device)
+    model.set_attn_implementation(attention)
+    rows = []
+    with torch.inference_mode():
+        for batch in batches:
+            for context in contexts:
+                rows += _compare(model, batch, context, segments)
+                if out is not None:
+                    bench_results.save(rows, "monitor", out)
+    _show(rows, shape)
+    return rows
+
+
+def _compare(model: Any, batch: int, context: int, segments: int) -> list[dict[str, Any]]:
+    caches = [KVarNCache(model.config, monitor=watched) for watched in (False, True)]
+    for cache in caches:
+        # The step that packs is then in the middle of a segment, whose first step is not timed.
+        fill_kvarn(cache, model, batch, context + cache.kvarn.tile_size // 2)
+    segments_of: tuple[list[list[float]], ...] = ([], [])
+    for _ in range(segments + 1):
+        for cache, taken in zip(caches, segments_of, strict=True):
+            taken.append(decode(model, cache, batch, cache.kvarn.tile_size))
+    steps = [[1e3 * statistics.median(step) for step in zip(*taken[1:], strict=True)] for taken in segments_of]
+    means = [statistics.mean(step) for step in steps]
+    return [
+        {
+            "batch": batch,
+            "context": context,
+            "monitor": watched,
+            "step_ms": means[watched],
+            "overhead": means[watched] / means[False] - 1,
+            "median_step_ms": statistics.median(steps[watched]),
+            "packing_step_ms": max(steps[watched]),
+        }
+        for watched in (False, True)
+    ]
+
+
+def _show(rows: Sequence[dict[str, Any]], shape: str) -> None:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    table = Table(title=f"generate(), {shape} shape, bfloat16, {gpu}, torch {torch.__version__}")
+    for column in ("batch", "context", "monitor", "mean step", "overhead", "median step", "packing step"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["batch"]),
+            str(row["context"]),
+            "on" if row["monitor"] else "off",
+            f"{row['step_ms']:.2f} ms",
+            f"{row['overhead']:+.1%}" if row["monitor"] else "-",
+            f"{row['median_step_ms']:.2f} ms",
+            f"{row['packing_step_ms']:.2f} ms",
+        )
+    Console().print(table)
