@@ -15,6 +15,8 @@ from kvarn_hf import bench_results
 from kvarn_hf.bench_generate import decode, fill_kvarn, random_model
 from kvarn_hf.cache import KVarNCache
 
+_TURN = 16  # tokens
+
 
 def monitor(
     shape: str = "llama-3.1-8b",
@@ -25,7 +27,7 @@ def monitor(
     device: str = "cuda",
     out: str | Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Time decode steps with the monitor off and on, in turns, so that a slow minute of the host meets both.
+    """Time decode steps with the monitor off and on, in turns of a few tokens, so that a slow second meets both.
 
     A segment decodes as many tokens as a tile has, so that one of its steps packs a tile in every layer, always the
     same one. Of every step of a segment the median over the segments is taken, and of these the mean.
@@ -35,7 +37,7 @@ def monitor(
     shape : str
         A key of :data:`kvarn_hf.bench_generate.SHAPES`.
     contexts, batches : sequence of int
-        Tokens in the cache, and rows.
+        Tokens in the cache, cut to whole tiles, and rows.
     segments : int
         How many count, after one that does not.
     attention : str
@@ -66,13 +68,17 @@ def monitor(
 
 def _compare(model: Any, batch: int, context: int, segments: int) -> list[dict[str, Any]]:
     caches = [KVarNCache(model.config, monitor=watched) for watched in (False, True)]
+    tile = caches[0].kvarn.tile_size
     for cache in caches:
-        # The step that packs is then in the middle of a segment, whose first step is not timed.
-        fill_kvarn(cache, model, batch, context + cache.kvarn.tile_size // 2)
+        # The step that packs is then in the middle of a turn, whose first step is not timed.
+        fill_kvarn(cache, model, batch, context - context % tile + _TURN // 2)
     segments_of: tuple[list[list[float]], ...] = ([], [])
     for _ in range(segments + 1):
-        for cache, taken in zip(caches, segments_of, strict=True):
-            taken.append(decode(model, cache, batch, cache.kvarn.tile_size))
+        for taken in segments_of:
+            taken.append([])
+        for turn in range(tile // _TURN):
+            for watched in (False, True) if turn % 2 else (True, False):
+                segments_of[watched][-1] += decode(model, caches[watched], batch, _TURN)
     steps = [[1e3 * statistics.median(step) for step in zip(*taken[1:], strict=True)] for taken in segments_of]
     means = [statistics.mean(step) for step in steps]
     return [
