@@ -100,7 +100,8 @@ class KVarNCache(DynamicCache):
             else:
                 layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
         self.skip_layers = _skipped(skip_layers, None if layers is None else len(layers))
-        self._progress = progress = Progress(len(layers or ()), max_cache_len, decoder)
+        served = None if max_cache_len is None else decoder
+        self._progress = progress = Progress(len(layers or ()), max_cache_len, served)
         if layers is None:
             Cache.__init__(self, layer_class_to_replicate=KVarNLayer)
         else:

@@ -144,8 +144,10 @@ class StaticKVarNLayer(KVarNLayer):
         if self.home != home or self.layout._replace(padded=layout.padded) != layout:
             self.storage = static.allocate(layout, keys.device)
             self.progress, self.home = self.all_progress.of(self.row, keys.device), home
+            self.layout = layout
             if self.row == self.all_progress.first[home]:
-                heads = getattr(self.all_progress.model_config, "num_attention_heads", layout.heads)
+                heads = getattr(self.all_progress.model_config, "num_attention_heads", None)
+                heads = heads if isinstance(heads, int) else layout.heads  # some configs say it per layer
                 static.compile_ahead(self.storage, self.progress, self.row, layout, heads)
         self.layout = layout
         static.put(state, self.storage, layout)

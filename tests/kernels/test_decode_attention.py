@@ -237,6 +237,18 @@ def test_every_cut_gives_the_same(device, slices, pads):
     check(state, make_query(state, heads=4), mask, launch={"slices": slices})
 
 
+@pytest.mark.parametrize("slices", (1, 2, 3))
+@pytest.mark.parametrize("additive", (False, True))
+def test_a_mask_for_all_heads_is_that_of_the_tile(device, slices, additive):
+    """It is fetched one tile ahead."""
+    config = KVarNConfig(tile_size=64, sink_length=32, residual_length=64)
+    state = make_state(config, device, torch.float16, tiles=4)
+    mask = torch.rand(2, 1, 1, state.length, generator=torch.Generator().manual_seed(3)) < 0.5
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -4.0).half()
+    check(state, make_query(state, heads=4), mask.to(device), launch={"slices": slices})
+
+
 def test_slices_take_dense_tokens_or_tiles_where_that_comes_out_even():
     """16 blocks are as long as 7 tiles and a start: 3 slices of 14 tiles and 16 blocks have one result each."""
     from kvarn_kernels.launch_table import plan
