@@ -276,7 +276,7 @@ def _append_by_kernel(
 ) -> None:
     from kvarn_kernels.append import append as kernel
 
-    v, config = views(storage, layout), layout.config
+    v = views(storage, layout)
     kernel(
         keys,
         values,
@@ -287,12 +287,12 @@ def _append_by_kernel(
         v.pad if layout.padded else None,
         v.keys,
         v.values,
-        sink_length=config.sink_length,
-        residual_length=config.residual_length,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        method=config.method,
-        iterations=config.iterations,
+        sink_length=layout.sink_length,
+        residual_length=layout.residual_length,
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+        method=layout.method,
+        iterations=layout.iterations,
         ahead=ahead,
     )
 
@@ -365,8 +365,7 @@ def _(query, storage, progress, row, mask, sinks, layout, scaling, softcap):  # 
 def _fused(query: torch.Tensor, layout: Layout) -> bool:
     from kvarn_kernels.decode_attention import supported
 
-    config = layout.config
-    return supported(query, layout.value_dim, config.tile_size, config.key_bits, config.value_bits)
+    return supported(query, layout.value_dim, layout.tile_size, layout.key_bits, layout.value_bits)
 
 
 def _attend_by_kernel(
@@ -382,12 +381,12 @@ def _attend_by_kernel(
 ) -> torch.Tensor:
     from kvarn_kernels.decode_attention import decode_attention
 
-    v, config = views(storage, layout), layout.config
+    v = views(storage, layout)
     return decode_attention(
         query,
         v.keys,
         v.values,
-        v.prescale if config.method == "kvarn" else None,
+        v.prescale if layout.method == "kvarn" else None,
         None,
         v.dense_keys,
         v.dense_values,
@@ -395,10 +394,10 @@ def _attend_by_kernel(
         mask,
         progress,
         count=layout.tiles,
-        sink_length=config.sink_length,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        rotated=config.method != "rtn",
+        sink_length=layout.sink_length,
+        key_bits=layout.key_bits,
+        value_bits=layout.value_bits,
+        rotated=layout.method != "rtn",
         scaling=scaling,
         causal=False,
         softcap=softcap or None,

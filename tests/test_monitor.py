@@ -586,12 +586,22 @@ class TestImbalanceTrace:
 
 class TestBench:
     def test_steps_with_and_without(self, monkeypatch, tmp_path, capsys):
+        made = []
+
+        class Noted(KVarNCache):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                made.append(self)
+
+        monkeypatch.setattr(bench_monitor, "KVarNCache", Noted)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         rows = bench_monitor.monitor("tiny", (300,), (2,), segments=1, device="cpu", out=tmp_path)
         assert [(row["batch"], row["monitor"]) for row in rows] == [(2, False), (2, True)]
         for row in rows:
             assert 0 < row["median_step_ms"] < row["packing_step_ms"]
         off, on = rows
+        assert [cache.report()["tiles"] for cache in made] == [2, 2]  # a tile in each of two segments
+        assert [{record["tiles"] for record in cache.report().records} for cache in made] == [set(), {4}]
         assert off["overhead"] == 0
         assert on["overhead"] == pytest.approx(on["step_ms"] / off["step_ms"] - 1)
         assert json.loads((tmp_path / "bench_monitor.json").read_text())["results"] == rows
