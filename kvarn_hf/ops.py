@@ -14,7 +14,7 @@ import torch
 
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.padding import gather_tokens
-from kvarn_hf.reference import folded_attention
+from kvarn_hf.reference import folded_attention, normalize
 from kvarn_hf.reference import quantize as reference
 from kvarn_hf.reference.quantize import Packed
 
@@ -38,6 +38,16 @@ def uses_kernels(device: torch.device) -> bool:
 def key_prescale(window: torch.Tensor) -> torch.Tensor:
     """See :func:`kvarn_hf.reference.quantize.key_prescale`."""
     return reference.key_prescale(window)
+
+
+def imbalance_trace(tile: torch.Tensor, iterations: int, *, relative: bool) -> torch.Tensor:
+    """See :func:`kvarn_hf.reference.normalize.imbalance_trace`."""
+    if uses_kernels(tile.device):
+        from kvarn_kernels import imbalance
+
+        if max(tile.shape[-2:]) <= imbalance.LARGEST_SIDE:
+            return imbalance.imbalance_trace(tile, iterations, relative)
+    return normalize.imbalance_trace(tile, iterations, relative=relative)
 
 
 def quantize(

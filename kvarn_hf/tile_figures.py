@@ -9,7 +9,6 @@ import torch
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.reference.normalize import imbalance_trace
 from kvarn_hf.reference.quantize import Packed, dequantize_keys, dequantize_values, rotated_tile
 from kvarn_hf.token_errors import token_errors
 
@@ -161,7 +160,7 @@ def _rounds(
     published = config.method == "published"
     if published:  # as in quantizing: its clamps are absolute
         matrix = matrix * torch.exp2(exponent.float())
-    trace = imbalance_trace(matrix, max(most_rounds, config.iterations), relative=not published)
+    trace = ops.imbalance_trace(matrix, max(most_rounds, config.iterations), relative=not published)
     moves = trace.diff(dim=-1).abs() > tolerance * trace[..., :-1]
     rounds = (moves * torch.arange(1, trace.shape[-1], device=trace.device)).amax(-1)  # the last that moved it
     # The published method takes the best of all states.

@@ -13,13 +13,12 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import clamp, exponent_of
 from kvarn_kernels.arithmetic import power_of_two as two_to_the
-from kvarn_kernels.launch import Call, compile_ahead, launch, padded, power_of_two
+from kvarn_kernels.launch import Call, compile_ahead, launch, padded, power_of_two, warps_for
 from kvarn_kernels.quantize import (
     counted_tokens,
     quantize_key_tile,
     quantize_value_tile,
     shape_constants,
-    warps_for,
 )
 
 _INFINITY_BITS = tl.constexpr(0x7F800000)

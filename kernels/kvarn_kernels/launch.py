@@ -23,6 +23,12 @@ def padded(dim: int, least: int = 16) -> int:
     return max(least, power_of_two(dim))
 
 
+def warps_for(elements: int) -> int:
+    """64 elements of a tile to a thread, as far as 16 warps go: a tile and its codes fit the registers, and little is
+    exchanged."""
+    return min(16, max(4, elements // 2048))
+
+
 def rotation_block(dim: int) -> int:
     """The largest power of two that divides ``dim``: the order of the Hadamard blocks."""
     return dim & -dim

@@ -34,7 +34,7 @@ def _variance(x, factor, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
-def _inverse_spread(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def inverse_spread(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """One over the standard deviation of the whole tile, 1 where that is zero."""
     mean = tl.sum(tl.sum(x, 1), 0) * (1.0 / (ROWS * COLUMNS))
     residue = inside(x - mean, ROWS, COLUMNS, 0.0)
@@ -59,7 +59,7 @@ def variance_normalize(
     Only inverses are kept: a vector along the columns stands in every thread many times over, and is as dear as half
     the tile.
     """
-    unit = _inverse_spread(x, ROWS, COLUMNS)
+    unit = inverse_spread(x, ROWS, COLUMNS)
     row = tl.full([x.shape[0]], 1.0, tl.float32)
     column = tl.full([x.shape[1]], 1.0, tl.float32)
     for _ in range(ITERATIONS):
@@ -74,6 +74,21 @@ def _range(std, COUNT: tl.constexpr):
 
 
 @triton.jit
+def normalization_round(x, row, column, unit, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The imbalance of ``x * row * column``, and the columns' and the rows' next inverse scales.
+
+    Deviations are in units of ``1 / unit``, which is applied behind the squares, which it could carry out of float32.
+    """
+    column_root = inverse_root(_variance(x, row, 0, ROWS, COLUMNS), INTERPRETED) * unit
+    row_root = inverse_root(_variance(x, column, 1, ROWS, COLUMNS), INTERPRETED) * unit
+    column_spread = _range(clamp(column_root / column, _STD_MIN, _STD_MAX), COLUMNS)
+    row_spread = _range(clamp(row_root / row, _STD_MIN, _STD_MAX), ROWS)
+    column = _next(column, column_root)
+    row = _next(row, inverse_root(_variance(x, column, 1, ROWS, COLUMNS), INTERPRETED) * unit)
+    return column_spread + row_spread, column, row
+
+
+@triton.jit
 def variance_normalize_published(
     x, magnitude, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
@@ -85,14 +100,9 @@ def variance_normalize_published(
     best_column = column
     best = float("inf")
     for _ in range(ITERATIONS + 1):
-        # The magnitude is applied behind the squares, which it could carry out of float32.
-        column_root = inverse_root(_variance(x, row, 0, ROWS, COLUMNS), INTERPRETED) * unit
-        row_root = inverse_root(_variance(x, column, 1, ROWS, COLUMNS), INTERPRETED) * unit
-        column_spread = _range(clamp(column_root / column, _STD_MIN, _STD_MAX), COLUMNS)
-        row_spread = _range(clamp(row_root / row, _STD_MIN, _STD_MAX), ROWS)
-        better = column_spread + row_spread < best * (1 - _TIE)
+        imbalance, next_column, row = normalization_round(x, row, column, unit, ROWS, COLUMNS, INTERPRETED)
+        better = imbalance < best * (1 - _TIE)
         best_column = tl.where(better, column, best_column)
-        best = tl.where(better, column_spread + row_spread, best)
-        column = _next(column, column_root)
-        row = _next(row, inverse_root(_variance(x, column, 1, ROWS, COLUMNS), INTERPRETED) * unit)
+        best = tl.where(better, imbalance, best)
+        column = next_column
     return best_column

@@ -20,7 +20,7 @@ from kvarn_kernels.arithmetic import (
     power_of_two,
     reciprocal,
 )
-from kvarn_kernels.launch import Call, launch, padded, rotation_block, shared_memory
+from kvarn_kernels.launch import Call, launch, padded, rotation_block, shared_memory, warps_for
 from kvarn_kernels.normalize import variance_normalize, variance_normalize_published
 from kvarn_kernels.packing import store_key_codes, store_value_codes
 from kvarn_kernels.rotation import hadamard_signs, split
@@ -601,9 +601,3 @@ def shape_constants(dim: int, bits: int, method: str, device: int | None) -> tup
     widest = 128 if shared_memory(device) >= _SHARED_BY_128_CHANNELS else 64
     chunk = side if side <= widest or method == "rtn" else 64
     return dim, side, chunk, rotation_block(dim), bits, *_CLIP_SEARCH[bits]
-
-
-def warps_for(elements: int) -> int:
-    """64 elements of a tile to a thread, as far as 16 warps go: a tile and its codes fit the registers, and little is
-    exchanged."""
-    return min(16, max(4, elements // 2048))

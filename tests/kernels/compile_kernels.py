@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from kvarn_kernels import dequantize_tiles, quantize_tiles
 from kvarn_kernels.append import advance, append
 from kvarn_kernels.decode_attention import decode_attention
+from kvarn_kernels.imbalance import imbalance_trace
 
 Variant = dict[str, Any]
 
@@ -178,6 +179,12 @@ def quantize(v: Variant) -> None:
     )
 
 
+def trace_imbalance(v: Variant) -> None:
+    size, dim = v["sides"]
+    tiles = empty(v["tiles"], size, dim, dtype=torch.float32)
+    imbalance_trace(tiles.mT if v["transposed"] else tiles, v["rounds"], v["relative"])
+
+
 def dequantize(v: Variant) -> None:
     run = [empty(2, v["heads"], 1, dim, dtype=v["dtype"]) for dim in v["dims"]]
     dequantize_tiles(
@@ -267,6 +274,18 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
         quantize,
         {**TILES, "method": METHODS, "iterations": (8, 0), "padded": (False, True), "reversed": (False, True)},
         [("llir", LEAST_SHARED_MEMORY)],
+    ),
+    "imbalance": (
+        trace_imbalance,
+        {
+            "arch": (80, 90),
+            "sides": ((128, 128), (64, 80), (64, 8), (128, 256), (128, 512)),
+            "tiles": (4, 1),
+            "rounds": (11, 0),
+            "relative": (True, False),
+            "transposed": (False, True),
+        },
+        [("cubin", {"arch": 86})],
     ),
     "append": (
         append_token,

@@ -22,7 +22,7 @@ SCRIPT = Path(compile_kernels.__file__)
 PROCESSES = {
     ("attention",): {"split_kernel", "combine_kernel"},
     ("append", "advance"): {"append_kernel", "advance_kernel"},
-    ("quantize",): {"quantize_kernel"},
+    ("quantize", "imbalance"): {"quantize_kernel", "imbalance_kernel"},
     ("dequantize",): {"dequantize_kernel"},
 }
 
