@@ -117,9 +117,22 @@ class KVarNCache(DynamicCache):
                 return StaticKVarNLayer(self.kvarn, self._latent_dims, index, progress)
 
             Cache.__init__(self, layers=[replacement(i, layer) for i, layer in enumerate(layers)])
+        # With fixed layers, what compiled code would else ask each of them at every step; one text is compared sooner.
+        self._windows = "".join("01"[getattr(layer, "is_sliding", False)] for layer in self.layers)
+        self._compileable = max_cache_len is not None and all(layer.is_compileable for layer in self.layers)
         # What the layers updated so far in this forward pass held before it; see update().
         self._before: list[tuple[int, Any]] = []
         self._last_layer = -1
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate()`` may compile decode steps."""
+        return self._compileable
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Which layers see a window only."""
+        return super().is_sliding if self.static_length is None else [window == "1" for window in self._windows]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -297,21 +297,23 @@ def _append_by_kernel(
     )
 
 
-def compile_ahead(storage: torch.Tensor, progress: torch.Tensor, row: int, layout: Layout, query_heads: int) -> None:
-    """Begin to compile the kernels of :func:`append`, which takes longest, and of :func:`attend`, while the host has
-    other things to do."""
+def compile_ahead(
+    storage: torch.Tensor, progress: torch.Tensor, row: int, layout: Layout, query_heads: int | None
+) -> None:
+    """Begin to compile the kernels of :func:`append`, which takes longest, and of :func:`attend`, if it is to be
+    called (with so many ``query_heads``), while the host has other things to do."""
     if not ops.uses_kernels(storage.device):
         return
-    # As attention modules hand tokens over.
-    keys, values, query = (
-        torch.empty(layout.batch, 1, heads, dim, dtype=layout.token_dtype, device=storage.device).transpose(1, 2)
-        for heads, dim in (
-            (layout.heads, layout.key_dim),
-            (layout.heads, layout.value_dim),
-            (query_heads, layout.key_dim),
-        )
-    )
+
+    def tokens(heads: int, dim: int) -> torch.Tensor:  # as attention modules hand them over
+        empty = torch.empty(layout.batch, 1, heads, dim, dtype=layout.token_dtype, device=storage.device)
+        return empty.transpose(1, 2)
+
+    keys, values = tokens(layout.heads, layout.key_dim), tokens(layout.heads, layout.value_dim)
     _append_by_kernel(storage, progress[row], keys, values, layout, ahead=True)
+    if query_heads is None:
+        return
+    query = tokens(query_heads, layout.key_dim)
     if _fused(query, layout):
         # As generate() masks a compiled step.
         mask = torch.empty(layout.batch, 1, 1, layout.most, dtype=torch.bool, device=storage.device)

@@ -49,6 +49,13 @@ class Progress:
         """The model's attention implementation."""
         return getattr(self.model_config, "_attn_implementation", None)
 
+    def query_heads(self, heads: int) -> int | None:
+        """Of fused attention to ``heads`` KV heads, as far as the config says; None where attention is not fused."""
+        if self.attention not in reads_lazily:
+            return None
+        query_heads = getattr(self.model_config, "num_attention_heads", None)
+        return query_heads if isinstance(query_heads, int) else heads  # some configs say it per layer
+
     def of(self, row: int, device: torch.device) -> torch.Tensor:
         """The lengths on the device of layer ``row``."""
         name = str(device)
@@ -146,9 +153,8 @@ class StaticKVarNLayer(KVarNLayer):
             self.progress, self.home = self.all_progress.of(self.row, keys.device), home
             self.layout = layout
             if self.row == self.all_progress.first[home]:
-                heads = getattr(self.all_progress.model_config, "num_attention_heads", None)
-                heads = heads if isinstance(heads, int) else layout.heads  # some configs say it per layer
-                static.compile_ahead(self.storage, self.progress, self.row, layout, heads)
+                query_heads = self.all_progress.query_heads(layout.heads)
+                static.compile_ahead(self.storage, self.progress, self.row, layout, query_heads)
         self.layout = layout
         static.put(state, self.storage, layout)
         self.progress[self.row] = torch.tensor([state.length, state.count, 0, 0])

@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 
 from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
-from kvarn_kernels.launch import begin, finish, on_device_of, padded, power_of_two, rotation_block
+from kvarn_kernels.launch import begin, finish, on_device_of, overlaps, padded, power_of_two, rotation_block
 from kvarn_kernels.launch_table import Cut, Tuning, plan, programs_at_once, tuning_for
 
 LOG2E = 1.4426950408889634
@@ -161,7 +161,7 @@ def decode_attention(
     )
     addresses = tuple([0 if x is None else x.data_ptr() for x in arrays])
     misaligned = functools.reduce(operator.or_, addresses) & 15
-    strides = (*query.stride()[:3], *dense_keys.stride()[:3], *dense_values.stride()[:3])
+    strides = (*_strides(query), *_strides(dense_keys), *_strides(dense_values))
     dense_length = dense_keys.shape[2]
     see_all = mask_kind > 0 or not causal
     kind = _Kind(
@@ -201,7 +201,7 @@ def decode_attention(
                     f"multiples of 16 up to 256, got {tuple(query.shape)}, {query.dtype} and value head_dim {value_dim}"
                 )
             finish(split_kernel)
-            call = _PREPARED.get(kind) or _prepare(kind, arrays)
+            call = _PREPARED.get(kind) or _remember(kind, _Prepared(kind, arrays))
         cut, entries = call.cut(count, dense_length, slices)
         rows_of_part = call.units * entries * call.cols
         lse_start = rows_of_part * call.value_pad
@@ -245,6 +245,11 @@ def decode_attention(
             *call.combine_constants(padded_entries),
         )
     return out
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    """Of the first three dimensions; 0 for those of length 1, whose strides say nothing."""
+    return tuple([stride if length > 1 else 0 for length, stride in zip(x.shape[:3], x.stride(), strict=False)])
 
 
 class _Kind(NamedTuple):
@@ -291,6 +296,7 @@ class _Prepared:
         self.out_shape = (batch, queries, query_heads, value_dim)
         self.combine: dict[int, Any] = {}
         self.on_device = kind.progress  # where lengths are
+        self._has_sinks, self._overlaps = kind.sinks_dtype is not None, overlaps(kind.device)
         self.split_constants = (
             queries,
             columns,
@@ -318,9 +324,9 @@ class _Prepared:
             tuning.stages,
             tuning.dense_stages,
             _ASSEMBLY,
+            self._overlaps,
         )
         self._combine_constants = (queries, columns, cols, value_dim, value_pad, kind.tile, tuning.block, tuning.weight)
-        self._has_sinks = kind.sinks_dtype is not None
         if not _ASSEMBLY:
             self.split = split_kernel
             self.programs = programs_at_once(None, None)
@@ -336,6 +342,7 @@ class _Prepared:
             *self.split_constants,
             grid=(1,),
             num_warps=tuning.warps,
+            launch_pdl=self._overlaps,
             **({} if tuning.registers is None else {"maxnreg": tuning.registers}),
         )
         self.split._init_handles()
@@ -355,7 +362,8 @@ class _Prepared:
         return taken, min(self.value_pad, max(16, channels))
 
     def combine_constants(self, padded_entries: int) -> tuple[int | bool, ...]:
-        return (*self._combine_constants, padded_entries, *self.combine_block(padded_entries), self._has_sinks)
+        block = self.combine_block(padded_entries)
+        return (*self._combine_constants, padded_entries, *block, self._has_sinks, self._overlaps)
 
     def prepare_combine(
         self,
@@ -378,6 +386,7 @@ class _Prepared:
                 *self.combine_constants(padded_entries),
                 grid=(1,),
                 num_warps=1 if padded_entries <= _FEW_ENTRIES else 4,
+                launch_pdl=self._overlaps,
             )
         self.combine[padded_entries] = combine
         return combine
@@ -387,10 +396,10 @@ _PREPARED: dict[_Kind, _Prepared] = {}
 _MOST_PREPARED = 1024  # kinds of calls differ in capacities that grow, too
 
 
-def _prepare(kind: _Kind, arrays: tuple[torch.Tensor | None, ...]) -> _Prepared:
+def _remember(kind: _Kind, call: _Prepared) -> _Prepared:
     if len(_PREPARED) >= _MOST_PREPARED:
         _PREPARED.clear()
-    call = _PREPARED[kind] = _Prepared(kind, arrays)
+    _PREPARED[kind] = call
     return call
 
 
@@ -398,11 +407,12 @@ def _prepare_all(kind: _Kind, arrays: tuple[torch.Tensor | None, ...], count: in
     """All that a call will need, in another thread."""
     query: Any = arrays[0]
     with on_device_of(query):
-        call = _prepare(kind, arrays)
+        call = _Prepared(kind, arrays)
         _, entries = call.cut(count, dense_length)
         part, out = query.new_empty(4, dtype=torch.float32), query.new_empty(4)
         *_, progress, sinks = arrays
         call.prepare_combine(power_of_two(entries), part, sinks, out, progress)
+        _remember(kind, call)
 
 
 def _block_bits(dim: int) -> int:
