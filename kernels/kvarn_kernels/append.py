@@ -13,16 +13,7 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import clamp, exponent_of
 from kvarn_kernels.arithmetic import power_of_two as two_to_the
-from kvarn_kernels.launch import (
-    Call,
-    compile_ahead,
-    launch,
-    overlaps,
-    padded,
-    power_of_two,
-    wait_for_previous,
-    warps_for,
-)
+from kvarn_kernels.launch import Call, compile_ahead, launch, padded, power_of_two, warps_for
 from kvarn_kernels.quantize import (
     counted_tokens,
     quantize_key_tile,
@@ -185,7 +176,6 @@ def append_kernel(
     ITERATIONS: tl.constexpr,
     PADDED: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Pack the tile that is due, if one is, and write the new token behind the tail.
 
@@ -200,7 +190,6 @@ def append_kernel(
     Reference
         ``kvarn_hf.state.LayerState.committed`` of the tokens so far, then ``appended``.
     """
-    wait_for_previous(OVERLAPS)
     program = tl.program_id(0)
     programs = tl.num_programs(0) // 2
     is_key = program >= programs
@@ -362,7 +351,7 @@ def append(
         Only begin to compile the kernel, in a thread of its own.
     """
     batch, heads, _, key_dim = keys.shape
-    value_dim, size, device = values.shape[3], key_arena[2].shape[-1], keys.device.index
+    value_dim, size = values.shape[3], key_arena[2].shape[-1]
     call = Call(
         append_kernel,
         (progress, keys, values, dense_keys, dense_values, prescale, pad, *key_arena, *value_arena),
@@ -378,17 +367,15 @@ def append(
         (),
         (
             size,
-            *shape_constants(key_dim, key_bits, method, device),
-            *shape_constants(value_dim, value_bits, method, device),
+            *shape_constants(key_dim, key_bits, method, keys.device.index),
+            *shape_constants(value_dim, value_bits, method, keys.device.index),
             method,
             iterations,
             pad is not None,
             not keys.is_cuda,
-            overlaps(device),
         ),
         warps=warps_for(size * padded(max(key_dim, value_dim))),
         stages=1,
-        overlaps=overlaps(device),
     )
     if ahead:
         compile_ahead(call)

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from kvarn_kernels.int8_dot import codes_dot, column_max, exp2, near_first, to_digits
-from kvarn_kernels.launch import wait_for_previous
 
 
 @triton.jit
@@ -620,7 +619,6 @@ def split_kernel(
     STAGES: tl.constexpr,
     DENSE_STAGES: tl.constexpr,
     ASM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """One slice of one KV head's tokens, for ``COLS`` of its query heads x query tokens.
 
@@ -635,7 +633,6 @@ def split_kernel(
     Precision: 16-bit digits, exact integer sums, fp32 softmax; fp16 or bf16 products for dense tokens.
     Reference: kvarn_hf/reference/attention.py
     """
-    wait_for_previous(OVERLAPS)
     unit, index = tl.program_id(0), tl.program_id(1)
     slices = tl.num_programs(1)
     if progress_ptr is not None:
@@ -796,7 +793,6 @@ def combine_kernel(
     TAKEN: tl.constexpr,
     CHANNELS: tl.constexpr,
     SINKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """``out = (sum_s w_s o_s) / (sum_s w_s + exp(sink))``, with ``w_s = exp(lse_s)``.
 
@@ -806,7 +802,6 @@ def combine_kernel(
     Writes: out [batch, QUERIES, query heads, VALUE_DIM]; NaN if ``progress`` says that a token found no room.
     Reference: kvarn_hf/reference/attention.py
     """
-    wait_for_previous(OVERLAPS)
     if progress_ptr is not None:
         count, dense_length = _lengths(progress_ptr, sink_length, TILE)
         _, _, _, _, dense_slices, skipped = _cut(count, dense_length, slices, BLOCK, WEIGHT)

@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 
 from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
-from kvarn_kernels.launch import begin, finish, on_device_of, overlaps, padded, power_of_two, rotation_block
+from kvarn_kernels.launch import begin, finish, on_device_of, padded, power_of_two, rotation_block
 from kvarn_kernels.launch_table import Cut, Tuning, plan, programs_at_once, tuning_for
 
 LOG2E = 1.4426950408889634
@@ -296,7 +296,6 @@ class _Prepared:
         self.out_shape = (batch, queries, query_heads, value_dim)
         self.combine: dict[int, Any] = {}
         self.on_device = kind.progress  # where lengths are
-        self._has_sinks, self._overlaps = kind.sinks_dtype is not None, overlaps(kind.device)
         self.split_constants = (
             queries,
             columns,
@@ -324,9 +323,9 @@ class _Prepared:
             tuning.stages,
             tuning.dense_stages,
             _ASSEMBLY,
-            self._overlaps,
         )
         self._combine_constants = (queries, columns, cols, value_dim, value_pad, kind.tile, tuning.block, tuning.weight)
+        self._has_sinks = kind.sinks_dtype is not None
         if not _ASSEMBLY:
             self.split = split_kernel
             self.programs = programs_at_once(None, None)
@@ -342,7 +341,6 @@ class _Prepared:
             *self.split_constants,
             grid=(1,),
             num_warps=tuning.warps,
-            launch_pdl=self._overlaps,
             **({} if tuning.registers is None else {"maxnreg": tuning.registers}),
         )
         self.split._init_handles()
@@ -362,8 +360,7 @@ class _Prepared:
         return taken, min(self.value_pad, max(16, channels))
 
     def combine_constants(self, padded_entries: int) -> tuple[int | bool, ...]:
-        block = self.combine_block(padded_entries)
-        return (*self._combine_constants, padded_entries, *block, self._has_sinks, self._overlaps)
+        return (*self._combine_constants, padded_entries, *self.combine_block(padded_entries), self._has_sinks)
 
     def prepare_combine(
         self,
@@ -386,7 +383,6 @@ class _Prepared:
                 *self.combine_constants(padded_entries),
                 grid=(1,),
                 num_warps=1 if padded_entries <= _FEW_ENTRIES else 4,
-                launch_pdl=self._overlaps,
             )
         self.combine[padded_entries] = combine
         return combine

@@ -9,8 +9,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 RESERVED_SHARED = 1024  # bytes of a multiprocessor's shared memory, for every program that it runs
 
@@ -51,24 +49,6 @@ def shared_memory(device: int | None) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - RESERVED_SHARED
 
 
-@cache
-def overlaps(device: int | None) -> bool:
-    """Whether a kernel may be brought to a GPU while the one before still runs (programmatic dependent launch)."""
-    return device is not None and torch.cuda.get_device_properties(device).major >= 9
-
-
-@triton.jit
-def wait_for_previous(OVERLAPS: tl.constexpr):
-    """Wait for the kernel before to end, and let the next one be brought to the GPU, where it waits in turn.
-
-    To be called before anything is read or written. As each waits before it lets the next one come, all earlier
-    kernels have ended too.
-    """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
 class Call(NamedTuple):
     """A kernel and all that it is called with.
 
@@ -78,7 +58,6 @@ class Call(NamedTuple):
     varying : those for which it is not, below 2**31; the kernel names them in ``do_not_specialize``
     constants : the ``constexpr`` arguments
     warps, stages : of every program
-    overlaps : whether it begins with :func:`wait_for_previous`
     """
 
     kernel: Any
@@ -88,12 +67,11 @@ class Call(NamedTuple):
     constants: tuple[Any, ...]
     warps: int
     stages: int
-    overlaps: bool = False
 
     @property
     def options(self) -> dict[str, int]:
         """As Triton takes them."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "launch_pdl": self.overlaps}
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 # Compiled kernels by all that they were compiled for.
