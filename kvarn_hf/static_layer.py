@@ -285,7 +285,9 @@ def _take(
     lengths = progress.tensors[device]
     if row == progress.first[device]:
         static.advance(lengths, layout)
-    static.append(storage, lengths, row, keys.detach(), values.detach(), layout)
+    if torch.is_grad_enabled():  # where nothing is recorded, two operations less to trace
+        keys, values = keys.detach(), values.detach()
+    static.append(storage, lengths, row, keys, values, layout)
     shapes = tuple((x.shape[0], x.shape[1], progress.max_cache_len, x.shape[3]) for x in (keys, values))
     return StaticReading(storage, lengths, row, layout, shapes, keys.dtype, counts)
 

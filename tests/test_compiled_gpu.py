@@ -115,18 +115,22 @@ def test_kernels_are_compiled_ahead():
     """While the prompt is read and the step is traced, and for the arguments that the step then has."""
     from kvarn_kernels.append import append_kernel
     from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
-    from kvarn_kernels.launch import _COMING
+    from kvarn_kernels.decode_attention import _PREPARED
+    from kvarn_kernels.launch import finish
 
-    kernels = append_kernel, split_kernel, combine_kernel
+    def compiled() -> list[int]:
+        return [len(kernel.device_caches[0][0]) for kernel in (append_kernel, split_kernel, combine_kernel)]
+
     on_gpu = model("llama", "sdpa")
     config = KVarNConfig(3, 8, tile_size=64, sink_length=8, residual_length=8)  # which no other test compiles
     cache = KVarNCache(on_gpu.config, config, max_cache_len=300)
     ids = tiny.prompt(1, 190).cuda()
+    before = compiled()
     with torch.inference_mode():
         tiny.forward(on_gpu, ids, cache)
-        for coming in [_COMING[append_kernel], _COMING[split_kernel]]:
-            coming.result()
-        compiled = [len(kernel.device_caches[0][0]) for kernel in kernels]
+        finish(append_kernel)
+        finish(split_kernel)
+        ahead, prepared = compiled(), len(_PREPARED)
         generate(on_gpu, cache, torch.cat([ids, ids[:, :1]], 1), 2, disable_compile=True)
-    assert not _COMING.keys() & set(kernels)
-    assert [len(kernel.device_caches[0][0]) for kernel in kernels] == compiled
+    assert [after - n for after, n in zip(ahead, before, strict=True)] == [1, 1, 1]
+    assert (compiled(), len(_PREPARED)) == (ahead, prepared)

@@ -77,7 +77,7 @@ class Call(NamedTuple):
 # Compiled kernels by all that they were compiled for.
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 _MOST_COMPILED = 1024  # strides and alignments differ
-# What is being compiled in a thread of its own, by kernel.
+# What is being compiled in a thread of its own, by kernel, or was, and nobody has waited for it.
 _COMING: dict[Any, Future[object]] = {}
 
 
