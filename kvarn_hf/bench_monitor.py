@@ -81,7 +81,7 @@ def _compare(model: Any, batch: int, context: int, segments: int) -> list[dict[s
                 segments_of[watched][-1] += decode(model, caches[watched], batch, _TURN)
     steps = [[1e3 * statistics.median(step) for step in zip(*taken[1:], strict=True)] for taken in segments_of]
     means = [statistics.mean(step) for step in steps]
-    packing = steps[True].index(max(steps[True]))
+    packing = max(range(len(steps[0])), key=lambda step: steps[False][step] + steps[True][step])
     return [
         {
             "batch": batch,

@@ -27,6 +27,7 @@ from kvarn_hf.lazy import reads_lazily
 from kvarn_hf.monitor import Monitor, Queue, Report, TileLog, warn
 from kvarn_hf.static_layer import Progress, StaticDenseLayer, StaticKVarNLayer, traced_update
 
+_STATIC = StaticKVarNLayer, StaticLayer
 _TOGETHER = ()  # what is remembered of a layer whose steps Progress takes back, in all layers at once
 
 
@@ -117,9 +118,11 @@ class KVarNCache(DynamicCache):
                 return StaticKVarNLayer(self.kvarn, self._latent_dims, index, progress)
 
             Cache.__init__(self, layers=[replacement(i, layer) for i, layer in enumerate(layers)])
-        # With fixed layers, what compiled code would else ask each of them at every step; one text is compared sooner.
-        self._windows = "".join("01"[getattr(layer, "is_sliding", False)] for layer in self.layers)
-        self._compileable = max_cache_len is not None and all(layer.is_compileable for layer in self.layers)
+        # Of static layers, whose answers never change, what compiled code would else ask each at every step: one text
+        # is compared sooner.
+        self._windows: str | None = None
+        if max_cache_len is not None and all(isinstance(layer, _STATIC) for layer in self.layers):
+            self._windows = "".join("01"[layer.is_sliding] for layer in self.layers)
         # What the layers updated so far in this forward pass held before it; see update().
         self._before: list[tuple[int, Any]] = []
         self._last_layer = -1
@@ -127,12 +130,12 @@ class KVarNCache(DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether ``generate()`` may compile decode steps."""
-        return self._compileable
+        return True if self._windows is not None else super().is_compileable
 
     @property
     def is_sliding(self) -> list[bool]:
         """Which layers see a window only."""
-        return super().is_sliding if self.static_length is None else [window == "1" for window in self._windows]
+        return super().is_sliding if self._windows is None else [window == "1" for window in self._windows]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -150,6 +153,7 @@ class KVarNCache(DynamicCache):
                 return traced_update(traced, self._progress, layer_idx, key_states, value_states)
             return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
         while len(self.layers) <= layer_idx:
+            self._windows = None
             new = DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer()
             self.layers.append(new)
         self._begin_pass(layer_idx)

@@ -49,7 +49,7 @@ class Progress:
         """The model's attention implementation."""
         return getattr(self.model_config, "_attn_implementation", None)
 
-    def query_heads(self, heads: int) -> int | None:
+    def fused_query_heads(self, heads: int) -> int | None:
         """Of fused attention to ``heads`` KV heads, as far as the config says; None where attention is not fused."""
         if self.attention not in reads_lazily:
             return None
@@ -153,7 +153,7 @@ class StaticKVarNLayer(KVarNLayer):
             self.progress, self.home = self.all_progress.of(self.row, keys.device), home
             self.layout = layout
             if self.row == self.all_progress.first[home]:
-                query_heads = self.all_progress.query_heads(layout.heads)
+                query_heads = self.all_progress.fused_query_heads(layout.heads)
                 static.compile_ahead(self.storage, self.progress, self.row, layout, query_heads)
         self.layout = layout
         static.put(state, self.storage, layout)

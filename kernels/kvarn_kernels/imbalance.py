@@ -8,8 +8,9 @@ import triton.language as tl
 
 from kvarn_kernels.launch import Call, launch, padded, warps_for
 from kvarn_kernels.normalize import inverse_spread, normalization_round
+from kvarn_kernels.quantize import LARGEST_HEAD_DIM
 
-LARGEST_SIDE = 512
+LARGEST_SIDE = LARGEST_HEAD_DIM
 
 
 @triton.jit
@@ -54,7 +55,8 @@ def imbalance_trace(tiles: torch.Tensor, rounds: int, relative: bool) -> torch.T
     Parameters
     ----------
     tiles : torch.Tensor
-        ``[..., rows, columns]``, float32, any strides; both sides at most :data:`LARGEST_SIDE`.
+        ``[..., rows, columns]``, float32 and finite, any strides within a tile of less than 2**31 elements; both sides
+        at most :data:`LARGEST_SIDE`.
     rounds : int
         Rounds to follow.
     relative : bool

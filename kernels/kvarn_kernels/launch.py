@@ -135,7 +135,8 @@ def finish(kernel: Any) -> None:
     coming = _COMING.get(kernel)
     if coming is not None:
         wait([coming])
-        _COMING.pop(kernel, None)  # others may have waited too
+        if _COMING.get(kernel) is coming:  # others may have waited too
+            _COMING.pop(kernel, None)
 
 
 def compile_ahead(call: Call) -> None:

@@ -77,7 +77,7 @@ def _range(std, COUNT: tl.constexpr):
 def normalization_round(x, row, column, unit, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr):
     """The imbalance of ``x * row * column``, and the columns' and the rows' next inverse scales.
 
-    Deviations are in units of ``1 / unit``, which is applied behind the squares, which it could carry out of float32.
+    Deviations are in units of ``unit``, which is applied behind the squares, as it could carry those out of float32.
     """
     column_root = inverse_root(_variance(x, row, 0, ROWS, COLUMNS), INTERPRETED) * unit
     row_root = inverse_root(_variance(x, column, 1, ROWS, COLUMNS), INTERPRETED) * unit
