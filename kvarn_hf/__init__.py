@@ -1,4 +1,4 @@
-"""A KV cache for Hugging Face Transformers that is four to five times smaller and answers the same."""
+"""A KV cache for Hugging Face Transformers that is four to five times smaller."""
 
 from kvarn_hf import attention
 from kvarn_hf.cache import KVarNCache

@@ -130,12 +130,15 @@ class KVarNCache(DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether ``generate()`` may compile decode steps."""
-        return True if self._windows is not None else super().is_compileable
+        return self._windows is not None or bool(self.layers and all(layer.is_compileable for layer in self.layers))
 
     @property
     def is_sliding(self) -> list[bool]:
         """Which layers see a window only."""
-        return super().is_sliding if self._windows is None else [window == "1" for window in self._windows]
+        if self._windows is not None:
+            return [window == "1" for window in self._windows]
+        # Not super()'s, which not every compiler of torch's can trace.
+        return [getattr(layer, "is_sliding", False) for layer in self.layers]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -218,7 +221,7 @@ class KVarNCache(DynamicCache):
             "tiles": count,
             "bytes": held,
             "dense_bytes": dense,
-            "ratio": dense / held if held else 1.0,
+            "ratio": dense / held if held and length else 1.0,
             "reads": {kind: sum(layer.reads[kind] for layer in quantized) for kind in ("fused", "dequantized")},
         }
 
