@@ -238,6 +238,7 @@ def test_memory_is_allocated_once():
         for _ in range(250):
             tiny.forward(model, tiny.prompt(1, 1), cache)
         cache.reset()
+        assert cache.report()["ratio"] == 1.0  # of nothing
         tiny.forward(model, tiny.prompt(1, 200), cache)
     assert cache.memory_footprint() == held == sum(layer.storage.nbytes for layer in cache.layers)
     assert addresses == [layer.storage.data_ptr() for layer in cache.layers]
