@@ -177,7 +177,7 @@ class KVarNCache(DynamicCache):
             for index, held in self._before:
                 _restore(self.layers[index], held)
             self._before.clear()
-            self._progress.take_back(layer_idx)
+            self._progress.take_back()
             raise
         if layer_idx == self._last_layer:
             self._before.clear()

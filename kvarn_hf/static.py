@@ -8,7 +8,6 @@ they are: the lengths that a launch depends on are read on the device.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -241,66 +240,86 @@ def check_tokens(keys: torch.Tensor, values: torch.Tensor, layout: Layout, devic
         check_like(name, x, (layout.batch, layout.heads, dim), layout.token_dtype, device)
 
 
-@torch.library.custom_op("kvarn_hf::append", mutates_args=("storage",))
-def append(
-    storage: torch.Tensor,
-    progress: torch.Tensor,
-    row: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    layout: str,
+@torch.library.custom_op("kvarn_hf::pack", mutates_args=("storages",))
+def pack(
+    storages: list[torch.Tensor], rows: list[int], table: torch.Tensor, progress: torch.Tensor, layout: str
 ) -> None:
-    """Pack the tile that is due, if one is, and write one token per row behind the tail."""
+    """Pack, in the layers ``rows`` that have these storages, the tile that is due; ``table`` is :func:`addresses` of
+    every layer."""
     shape = Layout.parse(layout)
-    if ops.uses_kernels(keys.device):
-        _append_by_kernel(storage, progress[row], keys, values, shape)
+    if ops.uses_kernels(progress.device):
+        _pack_by_kernel(progress, table, shape)
         return
-    length, count, due, full = progress[row].tolist()
-    if not full:
-        state = state_of(storage, shape, length - 1, count - due).committed()
-        put(replace(state, dense=state.dense.appended(keys, values)), storage, shape)
+    for storage, row in zip(storages, rows, strict=True):
+        length, count, due, _ = progress[row].tolist()
+        if due:
+            put(state_of(storage, shape, length - 1, count - due).committed(), storage, shape)
 
 
-@append.register_fake
-def _(storage, progress, row, keys, values, layout):  # type: ignore[no-untyped-def]
-    check_tokens(keys, values, Layout.parse(layout), storage.device)
-
-
-def _append_by_kernel(
-    storage: torch.Tensor,
-    progress: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    layout: Layout,
-    ahead: bool = False,
-) -> None:
-    from kvarn_kernels.append import append as kernel
-
+def addresses(storage: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Of a layer's tensors, as the packing kernel wants them."""
     v = views(storage, layout)
+    tensors = v.dense_keys, v.dense_values, *v.keys, *v.values, v.prescale, v.pad
+    return torch.tensor([x.data_ptr() for x in tensors])
+
+
+def _pack_by_kernel(progress: torch.Tensor, table: torch.Tensor, layout: Layout, ahead: bool = False) -> None:
+    from kvarn_kernels.append import pack as kernel
+
     kernel(
-        keys,
-        values,
         progress,
-        v.dense_keys,
-        v.dense_values,
-        v.prescale,
-        v.pad if layout.padded else None,
-        v.keys,
-        v.values,
+        table,
+        batch=layout.batch,
+        heads=layout.heads,
+        key_dim=layout.key_dim,
+        value_dim=layout.value_dim,
+        dtype=layout.token_dtype,
+        capacity=layout.tiles,
+        dense_capacity=layout.dense,
         sink_length=layout.sink_length,
         residual_length=layout.residual_length,
+        tile_size=layout.tile_size,
         key_bits=layout.key_bits,
         value_bits=layout.value_bits,
         method=layout.method,
         iterations=layout.iterations,
+        padded_rows=bool(layout.padded),
         ahead=ahead,
     )
 
 
-def compile_ahead(
-    storage: torch.Tensor, progress: torch.Tensor, row: int, layout: Layout, query_heads: int | None
+@torch.library.custom_op("kvarn_hf::write", mutates_args=("storage",))
+def write(
+    storage: torch.Tensor, progress: torch.Tensor, row: int, keys: torch.Tensor, values: torch.Tensor, layout: str
 ) -> None:
-    """Begin to compile the kernels of :func:`append`, which takes longest, and of :func:`attend`, if it is to be
+    """Write one token per row behind the tail. Doing it again changes nothing."""
+    shape = Layout.parse(layout)
+    v = views(storage, shape)
+    if ops.uses_kernels(keys.device):
+        from kvarn_kernels.append import write as kernel
+
+        kernel(keys, values, progress[row], v.dense_keys, v.dense_values, shape.tile_size)
+        return
+    length, count, _, full = progress[row].tolist()
+    if not full:
+        index = length - 1 - count * shape.tile_size
+        v.dense_keys[:, :, index], v.dense_values[:, :, index] = keys[:, :, 0], values[:, :, 0]
+
+
+@write.register_fake
+def _(storage, progress, row, keys, values, layout):  # type: ignore[no-untyped-def]
+    check_tokens(keys, values, Layout.parse(layout), storage.device)
+
+
+def compile_ahead(
+    storage: torch.Tensor,
+    table: torch.Tensor,
+    progress: torch.Tensor,
+    row: int,
+    layout: Layout,
+    query_heads: int | None,
+) -> None:
+    """Begin to compile the kernels of :func:`pack`, which takes longest, and of :func:`attend`, if it is to be
     called (with so many ``query_heads``), while the host has other things to do."""
     if not ops.uses_kernels(storage.device):
         return
@@ -309,20 +328,22 @@ def compile_ahead(
         empty = torch.empty(layout.batch, 1, heads, dim, dtype=layout.token_dtype, device=storage.device)
         return empty.transpose(1, 2)
 
-    keys, values = tokens(layout.heads, layout.key_dim), tokens(layout.heads, layout.value_dim)
-    _append_by_kernel(storage, progress[row], keys, values, layout, ahead=True)
+    _pack_by_kernel(progress, table, layout, ahead=True)
     if query_heads is None:
         return
     query = tokens(query_heads, layout.key_dim)
     if _fused(query, layout):
         # As generate() masks a compiled step.
         mask = torch.empty(layout.batch, 1, 1, layout.most, dtype=torch.bool, device=storage.device)
-        _attend_by_kernel(query, storage, progress[row], mask, None, layout, 1.0, 0.0, ahead=True)
+        token = tokens(layout.heads, layout.key_dim), tokens(layout.heads, layout.value_dim)
+        _attend_by_kernel(query, token, storage, progress[row], mask, None, layout, 1.0, 0.0, ahead=True)
 
 
-@torch.library.custom_op("kvarn_hf::attend", mutates_args=())
+@torch.library.custom_op("kvarn_hf::attend", mutates_args=("storage",))
 def attend(
     query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     storage: torch.Tensor,
     progress: torch.Tensor,
     row: int,
@@ -334,9 +355,13 @@ def attend(
 ) -> torch.Tensor:
     """Attention of the newest token over everything held; ``[batch, 1, query_heads, value_dim]``.
 
-    A ``softcap`` of 0 is none. If the token found no room, the result is NaN.
+    That token's ``keys`` and ``values`` are written first, as :func:`write` does. A ``softcap`` of 0 is none. If the
+    token found no room, the result is NaN.
     """
     shape = Layout.parse(layout)
+    if ops.uses_kernels(query.device) and _fused(query, shape):
+        return _attend_by_kernel(query, (keys, values), storage, progress[row], mask, sinks, shape, scaling, softcap)
+    write(storage, progress, row, keys, values, layout)
     if not ops.uses_kernels(query.device):
         length, count, _, full = progress[row].tolist()
         state = state_of(storage, shape, length, count)
@@ -345,8 +370,6 @@ def attend(
         if out is None:
             out = _exact(query, *ops.dense(state), mask, sinks, scaling, softcap)
         return out.fill_(torch.nan) if full else out
-    if _fused(query, shape):
-        return _attend_by_kernel(query, storage, progress[row], mask, sinks, shape, scaling, softcap)
     keys, values = read(storage, progress, row, layout)
     held = (torch.arange(shape.most, device=query.device) < progress[row, 0])[None, None, None]
     if mask is None:
@@ -360,7 +383,8 @@ def attend(
 
 
 @attend.register_fake
-def _(query, storage, progress, row, mask, sinks, layout, scaling, softcap):  # type: ignore[no-untyped-def]
+def _(query, keys, values, storage, progress, row, mask, sinks, layout, scaling, softcap):  # type: ignore[no-untyped-def]
+    check_tokens(keys, values, Layout.parse(layout), storage.device)
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], Layout.parse(layout).value_dim)
 
 
@@ -372,6 +396,7 @@ def _fused(query: torch.Tensor, layout: Layout) -> bool:
 
 def _attend_by_kernel(
     query: torch.Tensor,
+    token: tuple[torch.Tensor, torch.Tensor],
     storage: torch.Tensor,
     progress: torch.Tensor,
     mask: torch.Tensor | None,
@@ -395,6 +420,7 @@ def _attend_by_kernel(
         (v.pad, v.run_key, v.run_value) if layout.padded else None,
         mask,
         progress,
+        token,
         count=layout.tiles,
         sink_length=layout.sink_length,
         key_bits=layout.key_bits,

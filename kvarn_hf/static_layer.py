@@ -21,6 +21,26 @@ from kvarn_hf.state import LayerState
 from kvarn_hf.static_reading import StaticReading, TracedStates
 
 
+class Group:
+    """Layers of one layout on one device, whose tiles are packed together: every layer's storage, None for those that
+    do not belong, and the addresses of its tensors."""
+
+    def __init__(self, layers: int, storage: torch.Tensor, layout: static.Layout) -> None:
+        self.storages: list[torch.Tensor | None] = [None] * layers
+        tensors = len(static.addresses(storage, layout))
+        self.table = static.zeros((layers, tensors), torch.int64, storage.device)
+
+    def put(self, row: int, storage: torch.Tensor | None, addresses: torch.Tensor | int = 0) -> None:
+        """Let a layer take part with this storage, or none."""
+        self.storages[row] = storage
+        self.table[row] = addresses
+
+    def members(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Storages and rows of the layers that take part."""
+        rows = [row for row, storage in enumerate(self.storages) if storage is not None]
+        return [self.storages[row] for row in rows], rows  # type: ignore[misc]
+
+
 class Progress:
     """What the static layers of a cache have in common: lengths, room, and the config of the model they serve.
 
@@ -31,7 +51,9 @@ class Progress:
     def __init__(self, layers: int, max_cache_len: int | None, model_config: PreTrainedConfig | None) -> None:
         self.layers, self.max_cache_len, self.model_config = layers, max_cache_len, model_config
         self.tensors: dict[str, torch.Tensor] = {}
+        self.groups: dict[str, dict[str, Group]] = {}  # on every device, by the layout's text
         self.first: dict[str, int] = {}  # the first layer on a device begins the step for all of them
+        self.steps = [0]  # begun by the host: what it hands out for reading is good for one
         self.begun: set[str] = set()  # devices on which this has happened in the current forward pass, if not compiled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Progress:
@@ -42,7 +64,8 @@ class Progress:
         return new
 
     def __setstate__(self, held: dict[str, Any]) -> None:
-        self.__dict__.update(held, tensors={name: static.own(x) for name, x in held["tensors"].items()})
+        # Layers put their storages in again.
+        self.__dict__.update(held, tensors={name: static.own(x) for name, x in held["tensors"].items()}, groups={})
 
     @property
     def attention(self) -> str | None:
@@ -64,12 +87,23 @@ class Progress:
         self.first[name] = min(row, self.first.get(name, row))
         return self.tensors[name]
 
-    def take_back(self, row: int) -> None:
-        """Undo the step that has begun, in which the layers before ``row`` have taken their token."""
+    def place(self, row: int, storage: torch.Tensor, layout: static.Layout) -> None:
+        """Say where layer ``row`` keeps what it holds."""
+        groups = self.groups.setdefault(str(storage.device), {})
+        for text, group in list(groups.items()):
+            if group.storages[row] is not None:
+                group.put(row, None)
+            if not any(x is not None for x in group.storages):
+                del groups[text]
+        if layout.text not in groups:
+            groups[layout.text] = Group(self.layers, storage, layout)
+        groups[layout.text].put(row, storage, static.addresses(storage, layout))
+
+    def take_back(self) -> None:
+        """Undo the step that has begun; what it has packed stays packed, as the next step would do it anyway."""
         for name in self.begun:
-            length, count, due, full = self.tensors[name].unbind(1)
+            length, _, due, full = self.tensors[name].unbind(1)
             length -= 1 - full
-            count[row:] -= due[row:]  # those before have packed their tile, which they would do next anyway
             due.zero_()
             full.zero_()
         self.begun.clear()
@@ -112,6 +146,7 @@ class StaticKVarNLayer(KVarNLayer):
         self.__dict__.update(held)
         if self.home is not None:
             self.storage, self.progress = static.own(self.storage), self.all_progress.tensors[self.home]
+            self.all_progress.place(self.row, self.storage, self.layout)
 
     @property
     def max_cache_len(self) -> int:
@@ -151,10 +186,13 @@ class StaticKVarNLayer(KVarNLayer):
         if self.home != home or self.layout._replace(padded=layout.padded) != layout:
             self.storage = static.allocate(layout, keys.device)
             self.progress, self.home = self.all_progress.of(self.row, keys.device), home
-            self.layout = layout
+            self.all_progress.place(self.row, self.storage, layout)
             if self.row == self.all_progress.first[home]:
                 query_heads = self.all_progress.fused_query_heads(layout.heads)
-                static.compile_ahead(self.storage, self.progress, self.row, layout, query_heads)
+                table = self.all_progress.groups[home][layout.text].table
+                static.compile_ahead(self.storage, table, self.progress, self.row, layout, query_heads)
+        elif self.layout != layout:
+            self.all_progress.place(self.row, self.storage, layout)
         self.layout = layout
         static.put(state, self.storage, layout)
         self.progress[self.row] = torch.tensor([state.length, state.count, 0, 0])
@@ -202,7 +240,9 @@ class StaticKVarNLayer(KVarNLayer):
         if self.row == self.all_progress.first[self.home]:
             self._claim_room()
             self.all_progress.begun.add(self.home)
-        reading = _take(self, self.all_progress, self.row, keys, values, self.reads)
+            self.all_progress.steps[0] += 1
+        reading = _take(self, self.all_progress, self.row, keys, values, self.reads, writes=True)
+        reading.expire_after(self.all_progress.steps)
         return LazyStates.pair(reading) if lazy else reading.dense()
 
     def get_seq_length(self) -> Any:
@@ -264,8 +304,9 @@ def traced_update(
 
     Nobody can ask the module that calls how it will read, so the model's config says.
     """
-    reading = _take(layer, progress, row, keys, values, None)
-    if progress.attention in reads_lazily:
+    lazy = progress.attention in reads_lazily
+    reading = _take(layer, progress, row, keys, values, None, writes=not lazy)
+    if lazy:
         return TracedStates(reading, False), TracedStates(reading, True)
     return reading.dense()
 
@@ -277,19 +318,26 @@ def _take(
     keys: torch.Tensor,
     values: torch.Tensor,
     counts: dict[str, int] | None,
+    *,
+    writes: bool,
 ) -> StaticReading:
-    """Append a token. Of the layer, compiled code depends on two attributes."""
-    storage, layout = layer.storage, layer.form
+    """Append a token, now or as it is read. Of the layer, compiled code depends on one attribute."""
+    layout = layer.form
     assert layout is not None
-    device = str(storage.device)
-    lengths = progress.tensors[device]
+    device = str(keys.device)
+    lengths, groups = progress.tensors[device], progress.groups[device]
     if row == progress.first[device]:
         static.advance(lengths, layout)
+        for text, group in groups.items():
+            static.pack(*group.members(), group.table, lengths, text)
+    storage = groups[layout].storages[row]
+    assert storage is not None
     if torch.is_grad_enabled():  # where nothing is recorded, two operations less to trace
         keys, values = keys.detach(), values.detach()
-    static.append(storage, lengths, row, keys, values, layout)
+    if writes:
+        static.write(storage, lengths, row, keys, values, layout)
     shapes = tuple((x.shape[0], x.shape[1], progress.max_cache_len, x.shape[3]) for x in (keys, values))
-    return StaticReading(storage, lengths, row, layout, shapes, keys.dtype, counts)
+    return StaticReading(storage, lengths, row, layout, shapes, keys.dtype, counts, (keys, values), writes)
 
 
 class StaticDenseLayer(StaticLayer):

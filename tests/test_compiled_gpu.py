@@ -113,24 +113,24 @@ def test_without_compiling():
 
 def test_kernels_are_compiled_ahead():
     """While the prompt is read and the step is traced, and for the arguments that the step then has."""
-    from kvarn_kernels.append import append_kernel
+    from kvarn_kernels.append import pack_kernel
     from kvarn_kernels.attention_kernels import combine_kernel, split_kernel
     from kvarn_kernels.decode_attention import _PREPARED
     from kvarn_kernels.launch import finish
 
     def compiled() -> list[int]:
-        return [len(kernel.device_caches[0][0]) for kernel in (append_kernel, split_kernel, combine_kernel)]
+        return [len(kernel.device_caches[0][0]) for kernel in (pack_kernel, split_kernel, combine_kernel)]
 
     on_gpu = model("llama", "sdpa")
     config = KVarNConfig(3, 8, tile_size=64, sink_length=8, residual_length=8)  # which no other test compiles
     cache = KVarNCache(on_gpu.config, config, max_cache_len=300)
     ids = tiny.prompt(1, 190).cuda()
-    finish(append_kernel)  # what tests before this one began
+    finish(pack_kernel)  # what tests before this one began
     finish(split_kernel)
     before = compiled()
     with torch.inference_mode():
         tiny.forward(on_gpu, ids, cache)
-        finish(append_kernel)
+        finish(pack_kernel)
         finish(split_kernel)
         ahead, prepared = compiled(), len(_PREPARED)
         generate(on_gpu, cache, torch.cat([ids, ids[:, :1]], 1), 2, disable_compile=True)

@@ -508,7 +508,7 @@ def test_compiled_steps_ask_each_layer_little(attention):
         )
     (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(type(model).forward.__code__)
     asked = set(re.findall(r"\.layers\[1\]\.(\w+)", str(entry.guard_manager)))
-    assert asked == {"form", "storage"}
+    assert asked == {"form"}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3_next"])
@@ -565,6 +565,19 @@ def test_saved_with_layers_that_stay_dense(tmp_path):
     window = KVarNCache(tiny.model("gemma3").config, SMALL, max_cache_len=300)
     with pytest.raises(ValueError, match="without max_cache_len, sliding-window layers, got a StaticSlidingWindow"):
         window.save(tmp_path / "window.safetensors")
+
+
+def test_keys_kept_from_an_older_step_change_nothing():
+    """Attention to them would write their token again."""
+    _, cache = filled()
+    layer = cache.layers[0]
+    batch, heads, _, dim = layer.keys.shape
+    first, second = torch.randn(2, batch, heads, 1, dim)
+    kept = layer.update(first, first, lazy=True)
+    layer.update(second, second, lazy=True)
+    held = contents(cache)
+    torch.nn.functional.scaled_dot_product_attention(torch.randn(batch, heads, 1, dim), *kept)
+    assert_holds(cache, held)
 
 
 def test_flash_attention_is_refused():

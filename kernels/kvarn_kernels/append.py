@@ -1,11 +1,14 @@
-"""One decode step of a cache whose storage never moves: the new token, and the tile that it is time to pack.
+"""One decode step of caches whose storage never moves: the tiles that it is time to pack, and the new token.
 
-For CUDA graphs: what a launch does follows from the lengths that ``progress`` holds on the device.
+For CUDA graphs: what a launch does follows from the lengths that ``progress`` holds on the device. Tiles of all layers
+are packed in one launch as the step begins; see :mod:`kvarn_kernels.decode_attention` for the token.
 
     progress   tokens held, tiles in use, whether this step packs a tile, whether a token found no room
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -130,22 +133,12 @@ def _write(x_ptr, new_ptr, index, stride_d, DIM: tl.constexpr, DIM_PADDED: tl.co
 
 
 @triton.jit
-def append_kernel(
+def write_kernel(
     progress_ptr,
     new_key_ptr,
     new_value_ptr,
     key_ptr,
     value_ptr,
-    prescale_ptr,
-    pad_ptr,
-    key_codes_ptr,
-    key_channel_scale_ptr,
-    key_token_scale_ptr,
-    key_zero_point_ptr,
-    value_codes_ptr,
-    value_channel_scale_ptr,
-    value_token_scale_ptr,
-    value_zero_point_ptr,
     stride_k_b,
     stride_k_h,
     stride_k_d,
@@ -153,11 +146,52 @@ def append_kernel(
     stride_v_h,
     stride_v_d,
     heads,
+    dense_capacity,
+    TILE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+):
+    """Write the new token behind the tail, if it found room.
+
+    Grid
+        ``(batch * heads,)``.
+    Reads
+        progress as :func:`advance_kernel` left it; the new token ``[batch, heads, 1, dim]`` by its strides.
+    Writes
+        Dense tokens ``[batch, heads, dense_capacity, dim]``, contiguous.
+    """
+    row = tl.program_id(0)
+    batch, head, wide = (row // heads).to(tl.int64), (row % heads).to(tl.int64), row.to(tl.int64)
+    if tl.load(progress_ptr + 3) == 0:
+        index = wide * dense_capacity + tl.load(progress_ptr) - 1 - tl.load(progress_ptr + 1) * TILE
+        new_key = new_key_ptr + batch * stride_k_b + head * stride_k_h
+        new_value = new_value_ptr + batch * stride_v_b + head * stride_v_h
+        _write(key_ptr, new_key, index, stride_k_d, KEY_DIM, KEY_PADDED)
+        _write(value_ptr, new_value, index, stride_v_d, VALUE_DIM, VALUE_PADDED)
+
+
+@triton.jit
+def _tensor(table_ptr, index: tl.constexpr, wide, elements, DTYPE: tl.constexpr):
+    """A pointer ``wide * elements`` behind the start of a layer's ``index``-th tensor."""
+    address = tl.load(table_ptr + index)
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + wide * elements
+
+
+@triton.jit
+def _pack_tile(
+    is_key,
+    row,
+    progress_ptr,
+    table_ptr,
+    heads,
     capacity,
     dense_capacity,
     sink_length,
     residual_length,
     TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     KEY_CHUNK: tl.constexpr,
@@ -177,118 +211,161 @@ def append_kernel(
     PADDED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Pack the tile that is due, if one is, and write the new token behind the tail.
+    """Pack the tile that is due of one KV head's keys or values."""
+    batch, wide = (row // heads).to(tl.int64), row.to(tl.int64)
+    held = tl.load(progress_ptr) - 1
+    packed = tl.load(progress_ptr + 1) - 1
+    start = sink_length + packed * TILE
+    pad = tl.zeros([], tl.int64)
+    if PADDED:
+        pad = tl.load(_tensor(table_ptr, 11, batch, 1, tl.int64))
+    first = pad + sink_length
+    source, void = counted_tokens(first - start, TILE)
+    source += sink_length
+    arena = wide * capacity + packed
+    if is_key:
+        key_ptr = _tensor(table_ptr, 0, wide, dense_capacity * KEY_DIM, DTYPE)
+        prescale_ptr = _tensor(table_ptr, 10, wide, KEY_DIM, tl.float16)
+        if METHOD == "kvarn":
+            if (first >= start) & (first < start + TILE):
+                # Cut where the tail may end when a row's first tokens are packed.
+                span = tl.minimum(TILE, TILE - (first - start) + residual_length)
+                window = first - start + sink_length + tl.arange(0, TILE) % span
+                _store_prescale(key_ptr, window * KEY_DIM, prescale_ptr, KEY_DIM, KEY_PADDED)
+        quantize_key_tile(
+            key_ptr,
+            source * KEY_DIM,
+            void,
+            1,
+            prescale_ptr if METHOD == "kvarn" else None,
+            _tensor(table_ptr, 2, arena, TILE * KEY_BITS // 8 * KEY_DIM, tl.uint8),
+            _tensor(table_ptr, 3, arena, KEY_DIM, tl.float16),
+            _tensor(table_ptr, 4, arena, TILE, tl.float16),
+            _tensor(table_ptr, 5, arena, KEY_DIM, tl.float16),
+            KEY_DIM,
+            KEY_PADDED,
+            KEY_CHUNK,
+            KEY_BLOCK,
+            KEY_BITS,
+            KEY_NARROWEST,
+            KEY_CANDIDATES,
+            METHOD,
+            ITERATIONS,
+            INTERPRETED,
+        )
+        _close_gap(key_ptr, pad, held, packed, sink_length, residual_length, TILE, KEY_DIM, KEY_PADDED, PADDED)
+    else:
+        value_ptr = _tensor(table_ptr, 1, wide, dense_capacity * VALUE_DIM, DTYPE)
+        quantize_value_tile(
+            value_ptr,
+            source * VALUE_DIM,
+            void,
+            1,
+            _tensor(table_ptr, 6, arena, VALUE_DIM * VALUE_BITS // 8 * TILE, tl.uint8),
+            _tensor(table_ptr, 7, arena, VALUE_DIM, tl.float16),
+            _tensor(table_ptr, 8, arena, TILE, tl.float16),
+            _tensor(table_ptr, 9, arena, TILE, tl.float16),
+            VALUE_DIM,
+            VALUE_PADDED,
+            VALUE_CHUNK,
+            VALUE_BLOCK,
+            VALUE_BITS,
+            VALUE_NARROWEST,
+            VALUE_CANDIDATES,
+            METHOD,
+            ITERATIONS,
+            INTERPRETED,
+        )
+        _close_gap(value_ptr, pad, held, packed, sink_length, residual_length, TILE, VALUE_DIM, VALUE_PADDED, PADDED)
+
+
+@triton.jit
+def pack_kernel(
+    progress_ptr,
+    table_ptr,
+    layers,
+    heads,
+    capacity,
+    dense_capacity,
+    sink_length,
+    residual_length,
+    TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    KEY_CHUNK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_NARROWEST: tl.constexpr,
+    KEY_CANDIDATES: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    VALUE_CHUNK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_NARROWEST: tl.constexpr,
+    VALUE_CANDIDATES: tl.constexpr,
+    METHOD: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TABLE: tl.constexpr,
+    LAYERS_PADDED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Pack the tile that is due, in every layer where one is.
 
     Grid
-        ``(2 * batch * heads,)``: the values' programs, then the keys'.
+        ``(2 * batch * heads, n)``: the values' programs, then the keys', for every n-th layer. Nearly always nothing is
+        due, and what a program that ends at once costs is its place on the GPU.
     Reads
-        progress as :func:`advance_kernel` left it; the new token ``[batch, heads, 1, dim]`` by its strides; ``pad``
-        ``[batch]`` (int64), if PADDED.
+        progress ``[layers, 4]`` as :func:`advance_kernel` left it; the addresses of every layer's tensors, ``[layers,
+        TABLE]`` (see :func:`pack`), 0 for a layer that is not to be looked at; ``pad`` ``[batch]`` (int64), if PADDED.
     Writes
         Dense tokens ``[batch, heads, dense_capacity, dim]``, prescale ``[batch, heads, KEY_DIM]`` and the eight arenas
         ``[batch, heads, capacity, ...]``, all contiguous.
     Reference
-        ``kvarn_hf.state.LayerState.committed`` of the tokens so far, then ``appended``.
+        ``kvarn_hf.state.LayerState.committed`` of the tokens before the new one.
     """
-    program = tl.program_id(0)
-    programs = tl.num_programs(0) // 2
-    is_key = program >= programs
-    row = tl.where(is_key, program - programs, program)
-    batch, head, wide = (row // heads).to(tl.int64), (row % heads).to(tl.int64), row.to(tl.int64)
-    length, count = tl.load(progress_ptr), tl.load(progress_ptr + 1)
-    key_ptr += wide * dense_capacity * KEY_DIM
-    value_ptr += wide * dense_capacity * VALUE_DIM
-    if tl.load(progress_ptr + 2) > 0:
-        packed = count - 1
-        start = sink_length + packed * TILE
-        pad = tl.zeros([], tl.int64)
-        if PADDED:
-            pad = tl.load(pad_ptr + batch)
-        first = pad + sink_length
-        source, void = counted_tokens(first - start, TILE)
-        source += sink_length
-        arena = wide * capacity + packed
-        if is_key:
-            if METHOD == "kvarn":
-                if (first >= start) & (first < start + TILE):
-                    # Cut where the tail may end when a row's first tokens are packed.
-                    span = tl.minimum(TILE, TILE - (first - start) + residual_length)
-                    window = first - start + sink_length + tl.arange(0, TILE) % span
-                    _store_prescale(key_ptr, window * KEY_DIM, prescale_ptr + wide * KEY_DIM, KEY_DIM, KEY_PADDED)
-            quantize_key_tile(
-                key_ptr,
-                source * KEY_DIM,
-                void,
-                1,
-                prescale_ptr + wide * KEY_DIM if METHOD == "kvarn" else None,
-                key_codes_ptr + arena * (TILE * KEY_BITS // 8 * KEY_DIM),
-                key_channel_scale_ptr + arena * KEY_DIM,
-                key_token_scale_ptr + arena * TILE,
-                key_zero_point_ptr + arena * KEY_DIM,
-                KEY_DIM,
-                KEY_PADDED,
-                KEY_CHUNK,
-                KEY_BLOCK,
-                KEY_BITS,
-                KEY_NARROWEST,
-                KEY_CANDIDATES,
-                METHOD,
-                ITERATIONS,
-                INTERPRETED,
-            )
-            _close_gap(
-                key_ptr,
-                pad,
-                length - 1,
-                packed,
-                sink_length,
-                residual_length,
-                TILE,
-                KEY_DIM,
-                KEY_PADDED,
-                PADDED,
-            )
-        else:
-            quantize_value_tile(
-                value_ptr,
-                source * VALUE_DIM,
-                void,
-                1,
-                value_codes_ptr + arena * (VALUE_DIM * VALUE_BITS // 8 * TILE),
-                value_channel_scale_ptr + arena * VALUE_DIM,
-                value_token_scale_ptr + arena * TILE,
-                value_zero_point_ptr + arena * TILE,
-                VALUE_DIM,
-                VALUE_PADDED,
-                VALUE_CHUNK,
-                VALUE_BLOCK,
-                VALUE_BITS,
-                VALUE_NARROWEST,
-                VALUE_CANDIDATES,
-                METHOD,
-                ITERATIONS,
-                INTERPRETED,
-            )
-            _close_gap(
-                value_ptr,
-                pad,
-                length - 1,
-                packed,
-                sink_length,
-                residual_length,
-                TILE,
-                VALUE_DIM,
-                VALUE_PADDED,
-                PADDED,
-            )
-    if tl.load(progress_ptr + 3) == 0:
-        index = length - 1 - count * TILE
-        if is_key:
-            new = new_key_ptr + batch * stride_k_b + head * stride_k_h
-            _write(key_ptr, new, index, stride_k_d, KEY_DIM, KEY_PADDED)
-        else:
-            new = new_value_ptr + batch * stride_v_b + head * stride_v_h
-            _write(value_ptr, new, index, stride_v_d, VALUE_DIM, VALUE_PADDED)
+    each = tl.arange(0, LAYERS_PADDED)
+    if tl.max(tl.load(progress_ptr + each * 4 + 2, mask=each < layers, other=0), 0) > 0:
+        program, programs = tl.program_id(0), tl.num_programs(0) // 2
+        is_key = program >= programs
+        row = tl.where(is_key, program - programs, program)
+        for layer in range(tl.program_id(1), layers, tl.num_programs(1)):
+            of_layer = table_ptr + layer * TABLE
+            if (tl.load(progress_ptr + layer * 4 + 2) > 0) & (tl.load(of_layer) != 0):
+                _pack_tile(
+                    is_key,
+                    row,
+                    progress_ptr + layer * 4,
+                    of_layer,
+                    heads,
+                    capacity,
+                    dense_capacity,
+                    sink_length,
+                    residual_length,
+                    TILE,
+                    DTYPE,
+                    KEY_DIM,
+                    KEY_PADDED,
+                    KEY_CHUNK,
+                    KEY_BLOCK,
+                    KEY_BITS,
+                    KEY_NARROWEST,
+                    KEY_CANDIDATES,
+                    VALUE_DIM,
+                    VALUE_PADDED,
+                    VALUE_CHUNK,
+                    VALUE_BLOCK,
+                    VALUE_BITS,
+                    VALUE_NARROWEST,
+                    VALUE_CANDIDATES,
+                    METHOD,
+                    ITERATIONS,
+                    PADDED,
+                    INTERPRETED,
+                )
+                tl.debug_barrier()  # the next layer's tile takes the same shared memory
 
 
 def advance(progress: torch.Tensor, *, most: int, sink_length: int, residual_length: int, tile_size: int) -> None:
@@ -310,26 +387,85 @@ def advance(progress: torch.Tensor, *, most: int, sink_length: int, residual_len
     launch(Call(advance_kernel, (progress,), numbers, (), constants, warps=1, stages=1), (1,))
 
 
-def append(
+def pack(
+    progress: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    batch: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    capacity: int,
+    dense_capacity: int,
+    sink_length: int,
+    residual_length: int,
+    tile_size: int,
+    key_bits: int,
+    value_bits: int,
+    method: str,
+    iterations: int,
+    padded_rows: bool,
+    ahead: bool = False,
+) -> None:
+    """Pack, in every layer of one form, the tile that is due: one launch.
+
+    Parameters
+    ----------
+    progress : torch.Tensor
+        ``[layers, 4]``, int64, as :func:`advance` left it.
+    table : torch.Tensor
+        ``[layers, 12]``, int64, on the device of ``progress``: addresses of every layer's tensors, 0 for layers to
+        leave alone. In this order: dense keys and values ``[batch, heads, dense_capacity, head_dim]``; the keys' and
+        then the values' arena, as in :func:`kvarn_kernels.quantize.quantize_tiles`; prescale ``[batch, heads,
+        key_dim]`` (float16, set with each row's first tile); left padding ``[batch]`` (int64). All contiguous, at
+        multiples of 16.
+    batch, heads, key_dim, value_dim, dtype, capacity, dense_capacity
+        Of these: ``dtype`` of the dense tokens, ``capacity`` in tiles.
+    sink_length, residual_length, tile_size, key_bits, value_bits, method, iterations
+        Of the cache.
+    padded_rows : bool
+        Whether any row has left padding.
+    ahead : bool
+        Only begin to compile the kernel, in a thread of its own.
+    """
+    device, layers = progress.device.index, progress.shape[0]
+    call = Call(
+        pack_kernel,
+        (progress, table),
+        (layers, heads, capacity, dense_capacity, sink_length, residual_length),
+        (),
+        (
+            tile_size,
+            _TRITON[dtype],
+            *shape_constants(key_dim, key_bits, method, device),
+            *shape_constants(value_dim, value_bits, method, device),
+            method,
+            iterations,
+            padded_rows,
+            table.shape[1],
+            power_of_two(layers),
+            not progress.is_cuda,
+        ),
+        warps=warps_for(tile_size * padded(max(key_dim, value_dim))),
+        stages=1,
+    )
+    if ahead:
+        compile_ahead(call)
+    else:
+        programs = 2 * batch * heads
+        launch(call, (programs, min(layers, max(1, _at_once(device) // programs))))
+
+
+def write(
     keys: torch.Tensor,
     values: torch.Tensor,
     progress: torch.Tensor,
     dense_keys: torch.Tensor,
     dense_values: torch.Tensor,
-    prescale: torch.Tensor,
-    pad: torch.Tensor | None,
-    key_arena: tuple[torch.Tensor, ...],
-    value_arena: tuple[torch.Tensor, ...],
-    *,
-    sink_length: int,
-    residual_length: int,
-    key_bits: int,
-    value_bits: int,
-    method: str,
-    iterations: int,
-    ahead: bool = False,
+    tile_size: int,
 ) -> None:
-    """Write one token per row behind the tail, and pack the tile that is due before: one launch.
+    """Write one token per row behind the tail.
 
     Parameters
     ----------
@@ -338,46 +474,33 @@ def append(
     progress : torch.Tensor
         ``[4]``, int64: the layer's row of what :func:`advance` left.
     dense_keys, dense_values : torch.Tensor
-        ``[batch, heads, capacity, head_dim]``, contiguous, the dtype of ``keys``: sinks and tail, changed in place.
-    prescale : torch.Tensor
-        ``[batch, heads, key_dim]``, float16: set with each row's first tile.
-    pad : torch.Tensor, optional
-        ``[batch]``, int64: each row's left padding.
-    key_arena, value_arena : tuple of torch.Tensor
-        As in :func:`kvarn_kernels.quantize.quantize_tiles`.
-    sink_length, residual_length, key_bits, value_bits, method, iterations
+        ``[batch, heads, capacity, head_dim]``, contiguous, the dtype of ``keys``: changed in place.
+    tile_size : int
         Of the cache.
-    ahead : bool
-        Only begin to compile the kernel, in a thread of its own.
     """
     batch, heads, _, key_dim = keys.shape
-    value_dim, size = values.shape[3], key_arena[2].shape[-1]
+    value_dim = values.shape[3]
     call = Call(
-        append_kernel,
-        (progress, keys, values, dense_keys, dense_values, prescale, pad, *key_arena, *value_arena),
+        write_kernel,
+        (progress, keys, values, dense_keys, dense_values),
         (
             *(keys.stride(i) for i in (0, 1, 3)),
             *(values.stride(i) for i in (0, 1, 3)),
             heads,
-            key_arena[0].shape[2],
             dense_keys.shape[2],
-            sink_length,
-            residual_length,
         ),
         (),
-        (
-            size,
-            *shape_constants(key_dim, key_bits, method, keys.device.index),
-            *shape_constants(value_dim, value_bits, method, keys.device.index),
-            method,
-            iterations,
-            pad is not None,
-            not keys.is_cuda,
-        ),
-        warps=warps_for(size * padded(max(key_dim, value_dim))),
+        (tile_size, key_dim, padded(key_dim), value_dim, padded(value_dim)),
+        warps=1,
         stages=1,
     )
-    if ahead:
-        compile_ahead(call)
-    else:
-        launch(call, (2 * batch * heads,))
+    launch(call, (batch * heads,))
+
+
+@cache
+def _at_once(device: int | None) -> int:
+    """Programs that begin together, two after the other on every multiprocessor."""
+    return 4 if device is None else 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_TRITON = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -387,6 +387,28 @@ def _position(index, pad, tail_start, sink_length):
 
 
 @triton.jit
+def _write_token(
+    dk_ptr,
+    dv_ptr,
+    new_k_ptr,
+    new_v_ptr,
+    index_k,
+    index_v,
+    KEY_DIM: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+):
+    """Store one new key and value, before this program reads them."""
+    channel, out_channel = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
+    k = tl.load(new_k_ptr + channel, mask=channel < KEY_DIM, other=0.0)
+    v = tl.load(new_v_ptr + out_channel, mask=out_channel < VALUE_DIM, other=0.0)
+    tl.store(dk_ptr + index_k + channel, k, mask=channel < KEY_DIM)
+    tl.store(dv_ptr + index_v + out_channel, v, mask=out_channel < VALUE_DIM)
+    tl.debug_barrier()
+
+
+@triton.jit
 def _attend_dense(
     q_ptr,
     q_offset,
@@ -571,6 +593,8 @@ def split_kernel(
     run_v_ptr,
     mask_ptr,
     progress_ptr,
+    new_k_ptr,
+    new_v_ptr,
     part_ptr,
     stride_q_b,
     stride_q_h,
@@ -581,6 +605,10 @@ def split_kernel(
     stride_dv_b,
     stride_dv_h,
     stride_dv_t,
+    stride_nk_b,
+    stride_nk_h,
+    stride_nv_b,
+    stride_nv_h,
     stride_m_b,
     stride_m_h,
     stride_m_q,
@@ -629,7 +657,8 @@ def split_kernel(
     Grid: (batch * heads * column blocks, slices).
     Reads: the query, and the slice's dense tokens and tiles, once.
     Writes: output [COLS, VALUE_PAD] and log2-sum-exp2 [COLS] into the workspace, fp32: of its dense tokens, if it has
-        any, as entry ``slice`` (of ``dense_slices``), of its tiles as entry ``dense_slices + slice - skipped``.
+        any, as entry ``slice`` (of ``dense_slices``), of its tiles as entry ``dense_slices + slice - skipped``. The
+        new token, where one is given, behind the dense tokens: only the last slice of these does, and reads it.
     Precision: 16-bit digits, exact integer sums, fp32 softmax; fp16 or bf16 products for dense tokens.
     Reference: kvarn_hf/reference/attention.py
     """
@@ -661,18 +690,37 @@ def split_kernel(
     part = unit.to(tl.int64) * (dense_slices + slices - skipped)
     if index < dense_slices:
         WIDE: tl.constexpr = 8 if COLS < 8 else COLS  # the least a tensor core takes
+        first_dense = _blocks_before(start, blocks, dense_end) * BLOCK
+        last_dense = tl.minimum(_blocks_before(end, blocks, dense_end) * BLOCK, dense_length)
+        dk_ptr += b.to(tl.int64) * stride_dk_b + h * stride_dk_h
+        dv_ptr += b.to(tl.int64) * stride_dv_b + h * stride_dv_h
+        if new_k_ptr is not None:
+            if last_dense == dense_length:
+                if tl.load(progress_ptr + 3) == 0:  # it found room
+                    _write_token(
+                        dk_ptr,
+                        dv_ptr,
+                        new_k_ptr + b.to(tl.int64) * stride_nk_b + h * stride_nk_h,
+                        new_v_ptr + b.to(tl.int64) * stride_nv_b + h * stride_nv_h,
+                        (dense_length - 1) * stride_dk_t,
+                        (dense_length - 1) * stride_dv_t,
+                        KEY_DIM,
+                        KEY_PAD,
+                        VALUE_DIM,
+                        VALUE_PAD,
+                    )
         dense_ok, dense_head, dense_token = _queries(block * COLS, h, WIDE, COLUMNS, QUERIES)
         _attend_dense(
             q_ptr,
             dense_head * stride_q_h + dense_token * stride_q_q,
             scale,
-            _blocks_before(start, blocks, dense_end) * BLOCK,
-            tl.minimum(_blocks_before(end, blocks, dense_end) * BLOCK, dense_length),
+            first_dense,
+            last_dense,
             pad,
             run_k_ptr + bh * KEY_DIM if PADDED else run_k_ptr,
             run_v_ptr + bh * VALUE_DIM if PADDED else run_v_ptr,
-            dk_ptr + b.to(tl.int64) * stride_dk_b + h * stride_dk_h,
-            dv_ptr + b.to(tl.int64) * stride_dv_b + h * stride_dv_h,
+            dk_ptr,
+            dv_ptr,
             stride_dk_t,
             stride_dv_t,
             index == 0,

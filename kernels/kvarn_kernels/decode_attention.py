@@ -68,6 +68,7 @@ def decode_attention(
     padding: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     mask: torch.Tensor | None,
     progress: torch.Tensor | None = None,
+    token: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     count: int,
     sink_length: int,
@@ -110,6 +111,10 @@ def decode_attention(
         ``[4]``, int64: tokens held, tiles in use, anything, and whether a token found no room, for which the result is
         NaN. Then the dense tensors are buffers of which the first part is in use, and ``count`` is the most tiles
         there can be. For CUDA graphs, in which lengths change and launches do not.
+    token : tuple of torch.Tensor, optional
+        Key and value ``[batch, heads, 1, head_dim]`` of the newest token, any strides but for the last dimension,
+        which are written to their place in the dense tensors first, if there is room; with ``progress`` only, which
+        counts it.
     count : int
         Tiles in use.
     sink_length, key_bits, value_bits : int
@@ -144,6 +149,8 @@ def decode_attention(
     """
     if query.stride(3) != 1:
         query = query.contiguous()
+    if token is not None and (token[0].stride(3) != 1 or token[1].stride(3) != 1):
+        token = token[0].contiguous(), token[1].contiguous()
     heads, capacity, tile = key_arena[0].shape[1], key_arena[0].shape[2], key_arena[2].shape[-1]
     value_dim = value_arena[1].shape[-1]
     mask_kind, mask_strides = 0, [0, 0, 0]
@@ -157,11 +164,13 @@ def decode_attention(
         *((None, None, None) if padding is None else padding),
         mask,
         progress,
+        *((None, None) if token is None else token),
         sinks,
     )
     addresses = tuple([0 if x is None else x.data_ptr() for x in arrays])
     misaligned = functools.reduce(operator.or_, addresses) & 15
     strides = (*_strides(query), *_strides(dense_keys), *_strides(dense_values))
+    strides += (0,) * 4 if token is None else (*_strides(token[0])[:2], *_strides(token[1])[:2])
     dense_length = dense_keys.shape[2]
     see_all = mask_kind > 0 or not causal
     kind = _Kind(
@@ -185,6 +194,7 @@ def decode_attention(
         None if mask is None else mask.dtype,
         None if sinks is None else sinks.dtype,
         progress is not None,
+        token is not None,
         strides,
         tuple([x & 15 for x in addresses]) if misaligned else None,
         tuning,
@@ -209,10 +219,12 @@ def decode_attention(
         out = torch.empty(call.out_shape, dtype=query.dtype, device=query.device)
         # Compiled kernels take addresses, the interpreter takes tensors.
         given: tuple[Any, ...] = (*addresses, part.data_ptr(), out.data_ptr()) if _ASSEMBLY else (*arrays, part, out)
-        *of_split, of_progress, of_sinks, of_part, of_out = given
+        *of_split, of_progress, of_key, of_value, of_sinks, of_part, of_out = given
         call.split[(call.units, cut.slices, 1)](
             *of_split,
             of_progress,
+            of_key,
+            of_value,
             of_part,
             *strides,
             *mask_strides,
@@ -275,6 +287,7 @@ class _Kind(NamedTuple):
     mask_dtype: torch.dtype | None
     sinks_dtype: torch.dtype | None
     progress: bool
+    token: bool
     strides: tuple[int, ...]
     misaligned: tuple[int, ...] | None
     tuning: Tuning | None
@@ -406,7 +419,7 @@ def _prepare_all(kind: _Kind, arrays: tuple[torch.Tensor | None, ...], count: in
         call = _Prepared(kind, arrays)
         _, entries = call.cut(count, dense_length)
         part, out = query.new_empty(4, dtype=torch.float32), query.new_empty(4)
-        *_, progress, sinks = arrays
+        *_, progress, _, _, sinks = arrays
         call.prepare_combine(power_of_two(entries), part, sinks, out, progress)
         _remember(kind, call)
 

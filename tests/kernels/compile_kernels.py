@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 from kvarn_kernels import dequantize_tiles, quantize_tiles
-from kvarn_kernels.append import advance, append
+from kvarn_kernels.append import advance, pack, write
 from kvarn_kernels.decode_attention import decode_attention
 from kvarn_kernels.imbalance import imbalance_trace
 
@@ -201,23 +201,33 @@ def dequantize(v: Variant) -> None:
     )
 
 
-def append_token(v: Variant) -> None:
-    lead, (sink_length, residual_length) = (2, v["heads"]), v["lengths"]
-    dense = 1 if v["capacity"] == 1 else sink_length + residual_length + v["tile_size"]
-    append(
-        *(tokens(v, 1, dim) for dim in v["dims"]),
-        empty(4, dtype=torch.int64),
-        *(empty(*lead, dense, dim, dtype=v["dtype"]) for dim in v["dims"]),
-        empty(*lead, v["dims"][0]),
-        empty(2, dtype=torch.int64) if v["padded"] else None,
-        *arenas(v),
+def pack_tiles(v: Variant) -> None:
+    sink_length, residual_length = v["lengths"]
+    pack(
+        empty(v["layers"], 4, dtype=torch.int64),
+        empty(v["layers"], 12, dtype=torch.int64),
+        batch=2,
+        heads=v["heads"],
+        key_dim=v["dims"][0],
+        value_dim=v["dims"][1],
+        dtype=v["dtype"],
+        capacity=v["capacity"],
+        dense_capacity=1 if v["capacity"] == 1 else sink_length + residual_length + v["tile_size"],
         sink_length=sink_length,
         residual_length=residual_length,
+        tile_size=v["tile_size"],
         key_bits=v["key_bits"],
         value_bits=v["value_bits"],
         method=v["method"],
         iterations=v["iterations"],
+        padded_rows=v["padded"],
     )
+
+
+def write_token(v: Variant) -> None:
+    dense = [empty(2, v["heads"], v["capacity"], dim, dtype=v["dtype"]) for dim in v["dims"]]
+    new = [tokens(v, 1, dim) for dim in v["dims"]]
+    write(*new, empty(4, dtype=torch.int64), *dense, v["tile_size"])
 
 
 def advance_layers(v: Variant) -> None:
@@ -250,6 +260,7 @@ def attend(v: Variant) -> None:
         (empty(2, dtype=torch.int64), *run) if v["padded"] else None,
         mask,
         empty(4, dtype=torch.int64) if v["progress"] else None,
+        tuple(empty(*lead, 1, dim, dtype=v["dtype"]) for dim in v["dims"]) if v["progress"] == "token" else None,
         count=v["capacity"],
         sink_length=16,
         key_bits=v["key_bits"],
@@ -287,18 +298,31 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
         },
         [("cubin", {"arch": 86})],
     ),
-    "append": (
-        append_token,
+    "pack": (
+        pack_tiles,
         {
             **TILES,
             "dims": ((128, 128), (64, 80), (256, 512)),  # what depends on them is the code of quantize
             "method": METHODS,
             "iterations": (8, 0),
             "lengths": LENGTHS,
+            "layers": (28, 1),
             "padded": (False, True),
-            "reversed": (False, True),
         },
         [("llir", LEAST_SHARED_MEMORY)],
+    ),
+    "write": (
+        write_token,
+        {
+            "arch": (80, 90),
+            "tile_size": (128, 64),
+            "dims": ((128, 128), (64, 80), (256, 512)),
+            "dtype": (torch.bfloat16, torch.float16, torch.float32),
+            "heads": (2, 1),
+            "capacity": (4, 1),
+            "reversed": (False, True),
+        },
+        [("cubin", {"arch": 86})],
     ),
     "advance": (
         advance_layers,
@@ -332,7 +356,7 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
             "padded": (False, True),
             # The dtype, and whether it is the same for all heads and queries.
             "mask": (None, (torch.bool, True), (torch.bool, False), (torch.bfloat16, True), (torch.float32, False)),
-            "progress": (False, True),
+            "progress": (False, True, "token"),
             "causal": (True, False),
             "window": (None, 100),
             "softcap": (None, 30.0),

@@ -30,6 +30,7 @@ class Layer:
             self.storage = static.allocate(self.layout, keys.device)
             static.put(state, self.storage, self.layout)
         self.progress = torch.tensor([[state.length, state.count, 0, 0]], device=keys.device)
+        self.table = static.addresses(self.storage, self.layout)[None].to(keys.device)
 
     @contextmanager
     def path(self):
@@ -37,15 +38,22 @@ class Layer:
             patch.setattr(ops, "uses_kernels", lambda device: self.by_kernels)
             yield
 
-    def step(self, keys, values):
+    def begin(self):
         with self.path():
             static.advance(self.progress, self.layout.text)
-            static.append(self.storage, self.progress, 0, keys, values, self.layout.text)
+            static.pack([self.storage], [0], self.table, self.progress, self.layout.text)
 
-    def attend(self, query, mask=None):
+    def step(self, keys, values):
+        self.begin()
+        self.token = keys, values
+        with self.path():
+            static.write(self.storage, self.progress, 0, keys, values, self.layout.text)
+
+    def attend(self, query, mask=None, token=None):
         with self.path():
             return static.attend(
-                query, self.storage, self.progress, 0, mask, None, self.layout.text, query.shape[3] ** -0.5, 0.0
+                *(query, *(token or self.token), self.storage, self.progress, 0, mask, None),
+                *(self.layout.text, query.shape[3] ** -0.5, 0.0),
             )
 
     def read(self, by_kernels=False):
@@ -99,6 +107,27 @@ def test_steps_past_a_flush(device, bits, method):
         assert_same(by_kernel, by_torch)
         assert by_kernel.progress[0, 2] == (i == 2)
     assert by_kernel.progress[0, 1] == 2
+
+
+def test_layers_are_packed_together(device):
+    """One that is due, one that is not, and one that belongs to others."""
+    due, _, steps = pair(SMALL, device, torch.float32, 143, 2)
+    alone, _, _ = pair(SMALL, device, torch.float32, 143, 2)
+    waiting, _, _ = pair(SMALL, device, torch.float32, 100, 2)
+    progress = torch.cat([waiting.progress, due.progress, due.progress])
+    table = torch.cat([waiting.table, torch.zeros_like(due.table), due.table])
+    kept = waiting.storage.clone()
+    text = due.layout.text
+    for step in steps:
+        with due.path():
+            static.advance(progress, text)
+            static.pack([waiting.storage, due.storage], [0, 2], table, progress, text)
+            for layer, row in ((waiting, 0), (due, 2)):
+                static.write(layer.storage, progress, row, *step, text)
+        alone.step(*step)
+    assert torch.equal(due.storage, alone.storage)
+    assert progress.tolist() == [[102, 1, 0, 0], *[[145, 2, 1, 0]] * 2]
+    assert torch.equal(waiting.views.keys.codes, static.views(kept, waiting.layout).keys.codes)
 
 
 @pytest.mark.parametrize("residual", [0, 8, 100])
@@ -180,6 +209,25 @@ def test_attention_up_to_the_true_length(device, pads, masked, length):
         rounded = attention(query, *(x.half() for x in exact.dequantized(state)), shown, **options)
         allowed = 2 * (rounded - expected).norm() + 2**-10 * expected.norm()
         assert (got - expected).norm() <= allowed
+
+
+@pytest.mark.parametrize(("length", "groups", "pads"), [(40, 1, None), (79, 6, (30, 0)), (170, 12, None)])
+def test_attention_writes_the_token(device, length, groups, pads):
+    """The same bits as when it was written before, also where several programs write it, or there is no room."""
+    layer, _, steps = pair(SMALL, device, torch.float16, length, 2, most=length + 1, pads=pads, shape=(2, 2))
+    other = Layer.__new__(Layer)
+    vars(other).update(vars(layer))
+    other.storage, other.progress = layer.storage.clone(), layer.progress.clone()
+    other.table = static.addresses(other.storage, other.layout)[None].to(device)
+    query = torch.randn(2, 2 * groups, 1, 32, generator=torch.Generator().manual_seed(0)).to(device).half()
+    for i, (keys, values) in enumerate(steps):
+        layer.step(keys, values)
+        expected = layer.attend(query)
+        other.begin()
+        got = other.attend(query, token=(keys.mT.contiguous().mT, values))
+        assert torch.equal(other.storage, layer.storage)
+        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+        assert bool(got.isnan().all()) == bool(i)
 
 
 @pytest.mark.parametrize("kind", ["none", "bool", "per head", "additive"])

@@ -21,7 +21,7 @@ SCRIPT = Path(compile_kernels.__file__)
 # Those of one process, and the kernels that they launch.
 PROCESSES = {
     ("attention",): {"split_kernel", "combine_kernel"},
-    ("append", "advance"): {"append_kernel", "advance_kernel"},
+    ("pack", "write", "advance"): {"pack_kernel", "write_kernel", "advance_kernel"},
     ("quantize", "imbalance"): {"quantize_kernel", "imbalance_kernel"},
     ("dequantize",): {"dequantize_kernel"},
 }
