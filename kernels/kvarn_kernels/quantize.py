@@ -17,6 +17,7 @@ from kvarn_kernels.arithmetic import (
     half_scale,
     inside,
     inside_vector,
+    inverse_root,
     power_of_two,
     reciprocal,
 )
@@ -355,7 +356,7 @@ def quantize_value_tile(
         channel_scale = inside_vector(reciprocal(inverse, INTERPRETED), DIM, 0.0)
         scale, zero_point = search_grid(x * inverse[None, :], BITS, 2, NARROWEST, CANDIDATES, DIM, INTERPRETED)
         codes = encode_scaled(x, inverse, scale, zero_point, BITS, INTERPRETED)
-        for _ in range(2):
+        for _ in range(6 if BITS == 2 else 2):  # as VALUE_ROUNDS of the reference
             scale, zero_point = refit_grid(x, codes, channel_scale, scale, zero_point)
             grid = codes * scale[:, None] + zero_point[:, None]
             channel_scale = inside_vector(refit_columns(x, grid, channel_scale, INTERPRETED), DIM, 0.0)
@@ -364,6 +365,7 @@ def quantize_value_tile(
         scale, zero_point = refit_grid(x, codes, channel_scale, scale, zero_point)
         x_hat = (codes * scale[:, None] + zero_point[:, None]) * channel_scale[None, :]
         ratio = norm_ratio(tl.sum(x * x, 1), tl.sum(x_hat * x_hat, 1), INTERPRETED)
+        ratio *= ratio * inverse_root(ratio, INTERPRETED)  # ** 1.5
         scale, zero_point = half_scale(scale * ratio), half(zero_point * ratio)
     else:
         channel_scale = half(reciprocal(inverse, INTERPRETED))
