@@ -71,9 +71,9 @@ class PseudoDecodeResult:
         """Perplexity of the text by the quantized run, over that by the dense run."""
         return self.loss_change.mean().exp().item()
 
-    def row(self, index: int) -> PseudoDecodeResult:
-        """One text's part."""
-        chosen = slice(index, index + 1)
+    def rows(self, start: int, count: int = 1) -> PseudoDecodeResult:
+        """Some rows' part."""
+        chosen = slice(start, start + count)
         return PseudoDecodeResult(self.kl[chosen], self.agrees[chosen], self.loss_change[chosen])
 
     def by_position(self, width: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import types
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvarn_hf.evaluation.caches import cache_spec
 from kvarn_hf.evaluation.prompts import line_retrieval, needle
 from kvarn_hf.evaluation.report import over_texts
 from kvarn_hf.evaluation.results import ResultFile
+from kvarn_hf.evaluation.runner import first_tokens
 from kvarn_hf.evaluation.suites import evaluate
 from kvarn_hf.pseudo_decode import pseudo_decode
 from tests.models_lettered import CHARACTERS, save_lettered_model
@@ -69,6 +71,37 @@ def test_pseudo_decode_writes_what_is_measured(folder, texts, loaded, tmp_path):
         f"| `{CACHES[0]}` | {found[0]['bits']:.4g} | 2 | {over_texts([found[0]['mean'], found[1]['mean']])} |" in table
     )
     assert tmp_path / "pseudo_decode.md" in written
+
+
+def test_stretches_follow_one_another_and_count_together(folder, texts, loaded, tmp_path):
+    tokenizer = loaded[1]
+    ids = tokenizer(texts[0].read_text(), return_tensors="pt").input_ids[0]
+    rows = first_tokens(tokenizer, texts, 450, stretches=2)
+    assert rows.shape == (4, 450)
+    assert torch.equal(rows[0], ids[:450]) and torch.equal(rows[1], ids[450:900])
+
+    options = {"caches": CACHES[:1], "lengths": [450], "device": "cpu", "out": tmp_path}
+    evaluate("pseudo-decode", [str(folder)], texts=texts, stretches=2, batch=2, **options)
+    found = records(tmp_path, "pseudo_decode")
+    assert [(r["text"], r["stretches"]) for r in found] == [("first", 2), ("second", 2)]
+    model = loaded[0]
+    alone = pseudo_decode(model, rows[2:], lambda: KVarNCache(model.config, CACHES[0]))
+    assert found[1]["mean"] == pytest.approx(alone.mean, rel=1e-3)
+    assert found[1]["p999"] == pytest.approx(alone.p999, rel=1e-2)
+    evaluate("pseudo-decode", [str(folder)], texts=texts[:1], **options)
+    assert len(records(tmp_path, "pseudo_decode")) == 3  # one stretch is another measurement than two
+    table = (tmp_path / "pseudo_decode.md").read_text()
+    assert "## lettered, 2 times 450 tokens" in table and "## lettered, 450 tokens" in table
+
+
+def test_every_stretch_begins_as_a_text_does(texts):
+    class BeginsWithSeven:
+        def __call__(self, text, return_tensors=None, add_special_tokens=True):
+            ids = [7] * add_special_tokens + [100 + i for i in range(len(text))]
+            return types.SimpleNamespace(input_ids=torch.tensor([ids]) if return_tensors else ids)
+
+    rows = first_tokens(BeginsWithSeven(), texts[:1], 5, stretches=3)
+    assert rows.tolist() == [[7, 100, 101, 102, 103], [7, 104, 105, 106, 107], [7, 108, 109, 110, 111]]
 
 
 def test_a_second_run_measures_only_what_is_missing(folder, texts, tmp_path, monkeypatch):
@@ -290,6 +323,14 @@ def test_the_command(folder, texts, tmp_path, monkeypatch):
         (["--suite", "tasks"], "task must be given for the suite tasks"),
         (["--suite", "tensor", "--cache", "int4"], "cache must be one of dense"),
         (["--suite", "pseudo-decode", "--text", "TEXT", "--tokens", "2000"], "tokens must be at most 1000"),
+        (
+            ["--suite", "pseudo-decode", "--text", "TEXT", "--tokens", "600", "--stretches", "2"],
+            "tokens must be at most 500 for 2 stretches",
+        ),
+        (
+            ["--suite", "pseudo-decode", "--text", "TEXT", "--stretches", "0"],
+            "stretches must be an integer >= 1, got 0",
+        ),
         (["--suite", "tensor", "--text", "TEXT", "--tokens", "384"], "tokens must be more than 384"),
         (["--suite", "tensor", "--text", "TEXT", "--history", "old"], "history must be one of accumulated, static"),
         (["--suite", "tensor", "--text", "TEXT", "--batch", "0"], "batch must be an integer >= 1, got 0"),

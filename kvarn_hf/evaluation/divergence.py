@@ -10,7 +10,7 @@ from kvarn_hf.evaluation.caches import cache_spec, full_attention_layers
 from kvarn_hf.evaluation.runner import Run, first_tokens
 from kvarn_hf.pseudo_decode import HISTORIES, SKIP, DenseReference, dense_reference
 
-KEY = ("text", "cache", "tokens", "dtype", "history")
+KEY = ("text", "cache", "tokens", "stretches", "dtype", "history")
 POSITION_WIDTH = 256
 STATISTICS = ("mean", "median", "p999", "max", "top1", "perplexity_ratio")
 
@@ -23,6 +23,7 @@ def measure(
     lengths: Sequence[int],
     histories: Sequence[str] = HISTORIES[:1],
     batch: int = 1,
+    stretches: int = 1,
 ) -> None:
     """Measure every combination that is not in the results yet.
 
@@ -36,11 +37,13 @@ def measure(
     caches : sequence of str
         Names, see :mod:`kvarn_hf.evaluation.caches`.
     lengths : sequence of int
-        The first so many tokens of each text.
+        Tokens of a stretch.
     histories : sequence of str
         See :meth:`~kvarn_hf.pseudo_decode.DenseReference.compare`.
     batch : int
-        Texts in one forward pass.
+        Texts in one forward pass, with all their stretches.
+    stretches : int
+        Stretches of each text, from its beginning on; its figures are those of all their positions.
 
     Raises
     ------
@@ -57,7 +60,8 @@ def measure(
             reference: DenseReference | None = None
             for spec in specs:
                 for history in histories:
-                    fields = {"cache": spec.name, "tokens": count, "dtype": run.dtype, "history": history}
+                    fields = {"cache": spec.name, "tokens": count, "stretches": stretches}
+                    fields |= {"dtype": run.dtype, "history": history}
                     missing = [i for i, text in enumerate(group) if not results.has(text=text.stem, **fields)]
                     # A cache that reads single tokens alone has no static history: it is patched into the model.
                     if not missing or (history == "static" and not spec.reads_in_blocks):
@@ -66,14 +70,14 @@ def measure(
                     steps.begin(f"{run.name} {count} {spec.name} {history}")
                     model, tokenizer = run.loaded
                     if reference is None:
-                        reference = dense_reference(model, first_tokens(tokenizer, group, count))
+                        reference = dense_reference(model, first_tokens(tokenizer, group, count, stretches))
                     line = None
                     with run.tolerating(spec), spec.opened(model) as cache:
                         pace = {} if spec.reads_in_blocks else {"block": 1, "first": SKIP}
                         found = reference.compare(model, cache, history, **pace)
                         bits = spec.bits_per_element(head_dim(model, reference))
                         for i in missing:
-                            row = found.row(i)
+                            row = found.rows(i * stretches, stretches)
                             record = {"text": group[i].stem, **fields, "bits": bits}
                             record |= {name: getattr(row, name) for name in STATISTICS}
                             record |= {"position_width": POSITION_WIDTH, "first_position": SKIP}

@@ -70,7 +70,8 @@ def _error(records: list[Record]) -> float:
 
 def _divergence(records: list[Record]) -> list[tuple[str, list[str]]]:
     sections = []
-    for (tokens, dtype, history), chosen in _groups(records, ["tokens", "dtype", "history"]).items():
+    for setting, chosen in _groups(records, ["tokens", "stretches", "dtype", "history"]).items():
+        tokens, stretches, dtype, history = setting
         texts = list(dict.fromkeys(r["text"] for r in chosen))
         rows, each = [], []
         for cache, group in _by_cache(chosen):
@@ -98,7 +99,8 @@ def _divergence(records: list[Record]) -> list[tuple[str, list[str]]]:
         tables += _table(["cache", *texts], each)
         if history == "accumulated" or len({r["history"] for r in records}) == 1:
             tables += _positions(chosen)
-        sections.append((f"{tokens:,} tokens, {dtype}, {history}", tables))
+        times = f"{stretches} times " if stretches > 1 else ""
+        sections.append((f"{times}{tokens:,} tokens, {dtype}, {history}", tables))
     return sections
 
 

@@ -106,18 +106,26 @@ class Steps:
         self.bar.advance(self.task)
 
 
-def first_tokens(tokenizer: Any, texts: Sequence[Path], count: int) -> torch.Tensor:
-    """The first ``count`` tokens of each text, ``[texts, count]``, as the tokenizer begins a text by itself.
+def first_tokens(tokenizer: Any, texts: Sequence[Path], count: int, stretches: int = 1) -> torch.Tensor:
+    """The first stretches of ``count`` tokens of each text, ``[texts * stretches, count]``.
+
+    They follow one another, and each begins as the tokenizer begins a text by itself.
 
     Raises
     ------
     ValueError
-        If a text has fewer.
+        If a text has fewer tokens.
     """
     rows = []
     for text in texts:
-        ids = tokenizer(text_of("text", text), return_tensors="pt").input_ids[:, :count]
-        if ids.shape[1] < count:
-            raise ValueError(f"tokens must be at most {ids.shape[1]} for the text {text.name}, got {count}")
-        rows.append(ids)
-    return torch.cat(rows)
+        content = text_of("text", text)
+        begun = tokenizer(content, return_tensors="pt").input_ids[0]
+        plain = len(tokenizer(content, add_special_tokens=False).input_ids)
+        start, ids = begun[: len(begun) - plain], begun[len(begun) - plain :]
+        fresh = count - len(start)
+        if len(ids) < fresh * stretches:
+            most = len(ids) // stretches + len(start)
+            of = f"{stretches} stretches of " if stretches > 1 else ""
+            raise ValueError(f"tokens must be at most {most} for {of}the text {text.name}, got {count}")
+        rows += [torch.cat([start, ids[i * fresh : (i + 1) * fresh]]) for i in range(stretches)]
+    return torch.stack(rows)

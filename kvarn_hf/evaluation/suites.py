@@ -27,6 +27,7 @@ def evaluate(
     caches: Sequence[str] = DEFAULT_CACHES,
     texts: Sequence[Path] = (),
     lengths: Sequence[int] = (1024,),
+    stretches: int = 1,
     histories: Sequence[str] | None = None,
     batch: int = 1,
     lines: Sequence[int] = (20, 50, 100, 200),
@@ -55,6 +56,8 @@ def evaluate(
         UTF-8 files: the texts of pseudo-decode, accumulation and tensor, and retrieval's haystacks.
     lengths : sequence of int
         Tokens of each text.
+    stretches : int
+        Of pseudo-decode and accumulation: stretches of so many tokens of each text, one behind the other.
     histories : sequence of str, optional
         ``"accumulated"`` and ``"static"``; None: the suite's own.
     batch : int
@@ -83,6 +86,7 @@ def evaluate(
             raise ValueError(f"history must be one of {', '.join(HISTORIES)}, got {history!r}")
     whole("batch", batch, least=1)
     whole("samples", samples, least=1)
+    whole("stretches", stretches, least=1)
     if limit is not None:
         whole("limit", limit, least=1)
     for count in lengths:
@@ -103,9 +107,10 @@ def evaluate(
         run = Run(model, dtype, device, out, seed, console)
         shared: dict[str, Any] = {"histories": histories} if histories else {}
         if suite == "pseudo-decode":
-            divergence.measure(run, "pseudo_decode", texts, caches, lengths, batch=batch, **shared)
+            divergence.measure(run, "pseudo_decode", texts, caches, lengths, batch=batch, stretches=stretches, **shared)
         elif suite == "accumulation":
-            divergence.measure(run, suite, texts, caches, lengths, batch=batch, **({"histories": HISTORIES} | shared))
+            shared = {"histories": HISTORIES} | shared
+            divergence.measure(run, suite, texts, caches, lengths, batch=batch, stretches=stretches, **shared)
         elif suite == "tensor":
             tensors.measure(run, texts, caches, lengths, batch=batch, **shared)
         elif suite == "retrieval":
