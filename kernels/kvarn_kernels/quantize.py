@@ -356,7 +356,7 @@ def quantize_value_tile(
         channel_scale = inside_vector(reciprocal(inverse, INTERPRETED), DIM, 0.0)
         scale, zero_point = search_grid(x * inverse[None, :], BITS, 2, NARROWEST, CANDIDATES, DIM, INTERPRETED)
         codes = encode_scaled(x, inverse, scale, zero_point, BITS, INTERPRETED)
-        for _ in range(6 if BITS == 2 else 2):  # as VALUE_ROUNDS of the reference
+        for _ in range(4 if BITS == 2 else 2):  # as VALUE_ROUNDS of the reference
             scale, zero_point = refit_grid(x, codes, channel_scale, scale, zero_point)
             grid = codes * scale[:, None] + zero_point[:, None]
             channel_scale = inside_vector(refit_columns(x, grid, channel_scale, INTERPRETED), DIM, 0.0)

@@ -30,8 +30,8 @@ from kvarn_hf.reference.rounding import (
 
 SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
 LARGEST = 65504.0
-# Rounds of alternating least squares, by bits: at two bits six are better than two, and twelve no better than six.
-VALUE_ROUNDS = {2: 6, 3: 2, 4: 2, 8: 2}
+# Rounds of alternating least squares, by bits: at two bits four are better than two, and more hardly better than four.
+VALUE_ROUNDS = {2: 4, 3: 2, 4: 2, 8: 2}
 
 
 class Packed(NamedTuple):

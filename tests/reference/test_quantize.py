@@ -128,7 +128,7 @@ def naive_values(values, bits, published):
     codes = encode()
     if published:
         return codes, scales, column, zeros
-    for _ in range(6 if bits == 2 else 2):
+    for _ in range(4 if bits == 2 else 2):
         refit()
         for d in range(head_dim):
             u = codes[:, d] * scales + zeros
