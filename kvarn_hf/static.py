@@ -245,15 +245,21 @@ def pack(
     storages: list[torch.Tensor], rows: list[int], table: torch.Tensor, progress: torch.Tensor, layout: str
 ) -> None:
     """Pack, in the layers ``rows`` that have these storages, the tile that is due; ``table`` is :func:`addresses` of
-    every layer."""
+    every layer. If it is interrupted, what is done is no longer due."""
     shape = Layout.parse(layout)
     if ops.uses_kernels(progress.device):
         _pack_by_kernel(progress, table, shape)
         return
-    for storage, row in zip(storages, rows, strict=True):
-        length, count, due, _ = progress[row].tolist()
-        if due:
-            put(state_of(storage, shape, length - 1, count - due).committed(), storage, shape)
+    done: list[int] = []
+    try:
+        for storage, row in zip(storages, rows, strict=True):
+            length, count, due, _ = progress[row].tolist()
+            if due:
+                put(state_of(storage, shape, length - 1, count - due).committed(), storage, shape)
+            done.append(row)
+    except BaseException:
+        progress[done, 2] = 0
+        raise
 
 
 def addresses(storage: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -342,8 +348,8 @@ def compile_ahead(
 @torch.library.custom_op("kvarn_hf::attend", mutates_args=("storage",))
 def attend(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
     storage: torch.Tensor,
     progress: torch.Tensor,
     row: int,
@@ -355,13 +361,15 @@ def attend(
 ) -> torch.Tensor:
     """Attention of the newest token over everything held; ``[batch, 1, query_heads, value_dim]``.
 
-    That token's ``keys`` and ``values`` are written first, as :func:`write` does. A ``softcap`` of 0 is none. If the
-    token found no room, the result is NaN.
+    That token's ``keys`` and ``values``, if given, are written first, as :func:`write` does. A ``softcap`` of 0 is
+    none. If the token found no room, the result is NaN.
     """
     shape = Layout.parse(layout)
+    token = None if keys is None or values is None else (keys, values)
     if ops.uses_kernels(query.device) and _fused(query, shape):
-        return _attend_by_kernel(query, (keys, values), storage, progress[row], mask, sinks, shape, scaling, softcap)
-    write(storage, progress, row, keys, values, layout)
+        return _attend_by_kernel(query, token, storage, progress[row], mask, sinks, shape, scaling, softcap)
+    if token is not None:
+        write(storage, progress, row, *token, layout)
     if not ops.uses_kernels(query.device):
         length, count, _, full = progress[row].tolist()
         state = state_of(storage, shape, length, count)
@@ -384,7 +392,8 @@ def attend(
 
 @attend.register_fake
 def _(query, keys, values, storage, progress, row, mask, sinks, layout, scaling, softcap):  # type: ignore[no-untyped-def]
-    check_tokens(keys, values, Layout.parse(layout), storage.device)
+    if keys is not None:
+        check_tokens(keys, values, Layout.parse(layout), storage.device)
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], Layout.parse(layout).value_dim)
 
 
@@ -396,7 +405,7 @@ def _fused(query: torch.Tensor, layout: Layout) -> bool:
 
 def _attend_by_kernel(
     query: torch.Tensor,
-    token: tuple[torch.Tensor, torch.Tensor],
+    token: tuple[torch.Tensor, torch.Tensor] | None,
     storage: torch.Tensor,
     progress: torch.Tensor,
     mask: torch.Tensor | None,

@@ -52,9 +52,10 @@ class Progress:
         self.layers, self.max_cache_len, self.model_config = layers, max_cache_len, model_config
         self.tensors: dict[str, torch.Tensor] = {}
         self.groups: dict[str, dict[str, Group]] = {}  # on every device, by the layout's text
+        self.left: dict[tuple[str, str], Group] = {}  # without layers now: compiled code relies on a table's address
         self.first: dict[str, int] = {}  # the first layer on a device begins the step for all of them
-        self.steps = [0]  # begun by the host: what it hands out for reading is good for one
-        self.begun: set[str] = set()  # devices on which this has happened in the current forward pass, if not compiled
+        # Devices on which this has happened in the current forward pass, if not compiled, and layouts packed there.
+        self.begun: dict[str, set[str]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Progress:
         # The copy serves the same model: with a config of its own, its steps would be compiled again.
@@ -64,8 +65,8 @@ class Progress:
         return new
 
     def __setstate__(self, held: dict[str, Any]) -> None:
-        # Layers put their storages in again.
-        self.__dict__.update(held, tensors={name: static.own(x) for name, x in held["tensors"].items()}, groups={})
+        tensors = {name: static.own(x) for name, x in held["tensors"].items()}
+        self.__dict__.update(held, tensors=tensors, groups={}, left={})  # layers put their storages in again
 
     @property
     def attention(self) -> str | None:
@@ -89,21 +90,38 @@ class Progress:
 
     def place(self, row: int, storage: torch.Tensor, layout: static.Layout) -> None:
         """Say where layer ``row`` keeps what it holds."""
-        groups = self.groups.setdefault(str(storage.device), {})
-        for text, group in list(groups.items()):
-            if group.storages[row] is not None:
-                group.put(row, None)
-            if not any(x is not None for x in group.storages):
-                del groups[text]
-        if layout.text not in groups:
-            groups[layout.text] = Group(self.layers, storage, layout)
-        groups[layout.text].put(row, storage, static.addresses(storage, layout))
+        for device, groups in self.groups.items():
+            for text, group in list(groups.items()):
+                if group.storages[row] is not None:
+                    group.put(row, None)
+                if not group.members()[1]:
+                    self.left[device, text] = groups.pop(text)
+        device, text = str(storage.device), layout.text
+        groups = self.groups.setdefault(device, {})
+        if text not in groups:
+            known = (device, text) in self.left
+            groups[text] = self.left.pop((device, text)) if known else Group(self.layers, storage, layout)
+        groups[text].put(row, storage, static.addresses(storage, layout))
+
+    def begin(self, device: str, layout: str, *, compiled: bool) -> None:
+        """Begin a step of all layers on a device: their lengths, and the tiles that are due."""
+        static.advance(self.tensors[device], layout)
+        packed: set[str] = set()
+        if not compiled:
+            self.begun[device] = packed
+        for text, group in self.groups[device].items():
+            static.pack(*group.members(), group.table, self.tensors[device], text)
+            packed.add(text)
 
     def take_back(self) -> None:
         """Undo the step that has begun; what it has packed stays packed, as the next step would do it anyway."""
-        for name in self.begun:
-            length, _, due, full = self.tensors[name].unbind(1)
+        for device, packed in self.begun.items():
+            length, count, due, full = self.tensors[device].unbind(1)
             length -= 1 - full
+            for text, group in self.groups[device].items():
+                if text not in packed:
+                    rows = group.members()[1]
+                    count[rows] -= due[rows]
             due.zero_()
             full.zero_()
         self.begun.clear()
@@ -147,6 +165,11 @@ class StaticKVarNLayer(KVarNLayer):
         if self.home is not None:
             self.storage, self.progress = static.own(self.storage), self.all_progress.tensors[self.home]
             self.all_progress.place(self.row, self.storage, self.layout)
+
+    def __copy__(self) -> StaticKVarNLayer:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)  # a shallow copy: the same storage
+        return new
 
     @property
     def max_cache_len(self) -> int:
@@ -236,13 +259,11 @@ class StaticKVarNLayer(KVarNLayer):
 
     def _step(self, keys: torch.Tensor, values: torch.Tensor, lazy: bool) -> tuple[Any, Any]:
         static.check_tokens(keys, values, self.layout, self.device)
-        assert self.home is not None
+        assert self.home is not None and self.form is not None
         if self.row == self.all_progress.first[self.home]:
             self._claim_room()
-            self.all_progress.begun.add(self.home)
-            self.all_progress.steps[0] += 1
+            self.all_progress.begin(self.home, self.form, compiled=False)
         reading = _take(self, self.all_progress, self.row, keys, values, self.reads, writes=True)
-        reading.expire_after(self.all_progress.steps)
         return LazyStates.pair(reading) if lazy else reading.dense()
 
     def get_seq_length(self) -> Any:
@@ -302,8 +323,13 @@ def traced_update(
 ) -> tuple[Any, Any]:
     """The step of :meth:`StaticKVarNLayer.update` in compiled code, of layer ``row``.
 
-    Nobody can ask the module that calls how it will read, so the model's config says.
+    Nobody can ask the module that calls how it will read, so the model's config says. If lazily, reading stores the
+    token: where keys and values are never looked at, it is lost.
     """
+    device = str(keys.device)
+    if row == progress.first[device]:
+        assert layer.form is not None
+        progress.begin(device, layer.form, compiled=True)
     lazy = progress.attention in reads_lazily
     reading = _take(layer, progress, row, keys, values, None, writes=not lazy)
     if lazy:
@@ -325,12 +351,7 @@ def _take(
     layout = layer.form
     assert layout is not None
     device = str(keys.device)
-    lengths, groups = progress.tensors[device], progress.groups[device]
-    if row == progress.first[device]:
-        static.advance(lengths, layout)
-        for text, group in groups.items():
-            static.pack(*group.members(), group.table, lengths, text)
-    storage = groups[layout].storages[row]
+    lengths, storage = progress.tensors[device], progress.groups[device][layout].storages[row]
     assert storage is not None
     if torch.is_grad_enabled():  # where nothing is recorded, two operations less to trace
         keys, values = keys.detach(), values.detach()

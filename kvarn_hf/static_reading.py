@@ -22,7 +22,7 @@ class StaticReading:
     ``layout`` is a :attr:`kvarn_hf.static.Layout.text`, ``shapes`` are those of the dense keys and values, and
     ``counts`` is the layer's ``{"fused": n, "dequantized": n}``; None in compiled code, which would be compiled again
     for every other number. ``token`` is the newest key and value, ``[batch, heads, 1, head_dim]``. If they are not
-    ``written``, what reads first writes them: attention without a launch more, and at no cost if they are.
+    ``written``, what reads first writes them, which attention does without a launch more.
     """
 
     def __init__(
@@ -41,13 +41,7 @@ class StaticReading:
         self.shapes, self.dtype = shapes, dtype
         self.counts = counts
         self._token, self._written = token, written
-        self._steps, self._step = [0], 0
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def expire_after(self, steps: list[int]) -> None:
-        """Let fused attention end when ``steps``, counted elsewhere, goes on: the token would be written over a
-        newer one."""
-        self._steps, self._step = steps, steps[0]
 
     @property
     def device(self) -> torch.device:
@@ -83,8 +77,6 @@ class StaticReading:
     ) -> torch.Tensor | None:
         """Fused attention; None where it is not supported, and where the dense tensors have been handed out, and may
         have been changed."""
-        if self._steps[0] != self._step:
-            return None
         if self._dense is not None or query.dtype != self.dtype or (query.requires_grad and torch.is_grad_enabled()):
             return None
         if mask is not None and mask.shape[-1] < self.shapes[0][2]:
@@ -92,9 +84,10 @@ class StaticReading:
         if self.counts is not None:
             self.counts["fused"] += 1
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        token = (None, None) if self._written else self._token
         self._written = True
         held = self.storage, self.progress, self.row
-        return static.attend(query, *self._token, *held, mask, sinks, self.layout, scaling, softcap or 0.0)
+        return static.attend(query, *token, *held, mask, sinks, self.layout, scaling, softcap or 0.0)
 
 
 class TracedStates:

@@ -94,14 +94,14 @@ def test_stretches_follow_one_another_and_count_together(folder, texts, loaded, 
     assert "## lettered, 2 times 450 tokens" in table and "## lettered, 450 tokens" in table
 
 
-def test_every_stretch_begins_as_a_text_does(texts):
-    class BeginsWithSeven:
-        def __call__(self, text, return_tensors=None, add_special_tokens=True):
-            ids = [7] * add_special_tokens + [100 + i for i in range(len(text))]
-            return types.SimpleNamespace(input_ids=torch.tensor([ids]) if return_tensors else ids)
+@pytest.mark.parametrize(("before", "after"), [([7], []), ([], []), ([7], [8]), ([], [8])])
+def test_every_stretch_begins_as_a_text_does(texts, before, after):
+    def tokenizer(text, add_special_tokens=True):
+        ids = [100 + i for i in range(len(text))]
+        return types.SimpleNamespace(input_ids=before + ids + after if add_special_tokens else ids)
 
-    rows = first_tokens(BeginsWithSeven(), texts[:1], 5, stretches=3)
-    assert rows.tolist() == [[7, 100, 101, 102, 103], [7, 104, 105, 106, 107], [7, 108, 109, 110, 111]]
+    rows = first_tokens(tokenizer, texts[:1], 4 + len(before), stretches=3)
+    assert rows.tolist() == [[*before, 100 + i, 101 + i, 102 + i, 103 + i] for i in (0, 4, 8)]
 
 
 def test_a_second_run_measures_only_what_is_missing(folder, texts, tmp_path, monkeypatch):

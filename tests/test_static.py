@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DynamicCache, JetMoeConfig
 
-from kvarn_hf import KVarNCache, KVarNConfig
+from kvarn_hf import KVarNCache, KVarNConfig, static
 from kvarn_hf.static_layer import StaticKVarNLayer
 from tests import models_tiny as tiny
 from tests import test_generate as modes
@@ -567,17 +567,79 @@ def test_saved_with_layers_that_stay_dense(tmp_path):
         window.save(tmp_path / "window.safetensors")
 
 
-def test_keys_kept_from_an_older_step_change_nothing():
-    """Attention to them would write their token again."""
-    _, cache = filled()
-    layer = cache.layers[0]
-    batch, heads, _, dim = layer.keys.shape
+@pytest.mark.parametrize("then", ["step", "crop", "prompt", "reset"])
+def test_keys_kept_from_an_older_step_change_nothing(then):
+    """Nor do the caller's own tokens, changed before attention."""
+    model, cache = filled()
+    batch, heads, _, dim = cache.layers[0].keys.shape
     first, second = torch.randn(2, batch, heads, 1, dim)
-    kept = layer.update(first, first, lazy=True)
-    layer.update(second, second, lazy=True)
+    kept = [layer.update(first, first, lazy=True) for layer in cache.layers]
+    if then == "step":
+        for layer in cache.layers:
+            layer.update(second, second, lazy=True)
+    elif then == "crop":
+        cache.crop(-1)
+    elif then == "prompt":
+        cache.layers[0].update(*torch.randn(2, batch, heads, 3, dim))
+    else:
+        cache.reset()
+        tiny.forward(model, tiny.prompt(batch, 40), cache)
     held = contents(cache)
-    torch.nn.functional.scaled_dot_product_attention(torch.randn(batch, heads, 1, dim), *kept)
+    first.zero_()
+    torch.nn.functional.scaled_dot_product_attention(torch.randn(batch, heads, 1, dim), *kept[0])
     assert_holds(cache, held)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_interrupt_while_tiles_are_packed(layer, monkeypatch):
+    """A prompt after whose next token a tile is due; the interrupt comes when some layers may have packed theirs."""
+    model, plain = tiny.model("llama"), KVarNCache(tiny.model("llama").config, SMALL)
+    due = SMALL.sink_length + SMALL.residual_length + 2 * SMALL.tile_size
+    cache, token = KVarNCache(model.config, SMALL, max_cache_len=300), tiny.prompt(1, 1)
+    for other in (cache, plain):
+        tiny.forward(model, tiny.prompt(1, due - 1), other)
+        tiny.forward(model, token, other)
+    held, put, calls = contents(cache), static.put, iter(range(9))
+
+    def interrupted(*args):
+        if next(calls) == layer:
+            raise KeyboardInterrupt
+        put(*args)
+
+    monkeypatch.setattr("kvarn_hf.static.put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.forward(model, token, cache)
+    monkeypatch.undo()
+    assert next(calls) > layer and [int(x.get_seq_length()) for x in cache.layers] == [due, due]
+    assert_holds(cache, held)
+    for other in (cache, plain):
+        tiny.forward(model, token, other)
+        tiny.forward(model, token, other)
+    assert_holds(cache, contents(plain))
+
+
+def test_a_shallow_copy_of_a_layer_leaves_the_cache_as_it_is():
+    model, cache = filled()
+    other, token = copy.deepcopy(cache), tiny.prompt(2, 1)
+    shared = copy.copy(cache.layers[0])
+    assert shared.storage is cache.layers[0].storage
+    for _ in range(2):
+        assert torch.equal(tiny.forward(model, token, cache), tiny.forward(model, token, other))
+    assert_holds(cache, contents(other))
+
+
+def test_prompts_with_and_without_padding_in_turn_find_their_tables_again():
+    """Compiled code relies on their addresses."""
+    model = tiny.model("llama")
+    cache, tables = KVarNCache(model.config, SMALL, max_cache_len=300), []
+    for lengths in ([150, 150], [150, 130]) * 2:
+        cache.reset()
+        batch = tiny.left_padded(lengths)
+        generate(model, cache, batch["input_ids"], 1, batch["attention_mask"])
+        (group,) = cache._progress.groups["cpu"].values()
+        assert group.members()[1] == [0, 1]
+        tables.append(group.table.data_ptr())
+    assert tables[:2] == tables[2:] and tables[0] != tables[1]
 
 
 def test_flash_attention_is_refused():

@@ -119,13 +119,12 @@ def first_tokens(tokenizer: Any, texts: Sequence[Path], count: int, stretches: i
     rows = []
     for text in texts:
         content = text_of("text", text)
-        begun = tokenizer(content, return_tensors="pt").input_ids[0]
-        plain = len(tokenizer(content, add_special_tokens=False).input_ids)
-        start, ids = begun[: len(begun) - plain], begun[len(begun) - plain :]
+        begun, ids = (tokenizer(content, add_special_tokens=added).input_ids for added in (True, False))
+        start: list[int] = next((begun[:i] for i in range(len(begun)) if begun[i : i + len(ids)] == ids), [])
         fresh = count - len(start)
         if len(ids) < fresh * stretches:
             most = len(ids) // stretches + len(start)
             of = f"{stretches} stretches of " if stretches > 1 else ""
             raise ValueError(f"tokens must be at most {most} for {of}the text {text.name}, got {count}")
-        rows += [torch.cat([start, ids[i * fresh : (i + 1) * fresh]]) for i in range(stretches)]
-    return torch.stack(rows)
+        rows += [start + ids[i * fresh : (i + 1) * fresh] for i in range(stretches)]
+    return torch.tensor(rows)

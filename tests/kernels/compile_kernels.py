@@ -1,4 +1,4 @@
-"""Compiles kernels for many settings on a machine without a GPU: ``python compile_kernels.py append advance``.
+"""Compiles kernels for many settings on a machine without a GPU: ``python compile_kernels.py pack advance``.
 
 The host functions run as they are, so what is compiled is what they would launch: only their tensors hold no data, and
 Triton's driver launches nothing. To be run in a process of its own, as Triton decides when a kernel is defined whether
