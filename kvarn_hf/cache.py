@@ -490,6 +490,7 @@ def _copied(item: Any) -> Any:
 
 def _restore(layer: Any, held: Any) -> None:
     if held == _TOGETHER:
+        layer.changes[0] += 1
         return
     if isinstance(layer, KVarNLayer):
         layer.restore(held)

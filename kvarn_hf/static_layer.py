@@ -158,6 +158,7 @@ class StaticKVarNLayer(KVarNLayer):
         self.home: str | None = None
         self.form: str | None = None  # the layout's text while tokens are held: all that steps ask for
         self.sure_room = 0  # for so many steps more there is room, and maybe for others
+        self.changes = [0]  # counted: what is handed out for reading is of one of them
         super().__init__(config, latent_dims)
 
     def __setstate__(self, held: dict[str, Any]) -> None:
@@ -195,6 +196,7 @@ class StaticKVarNLayer(KVarNLayer):
     @state.setter
     def state(self, state: LayerState | None) -> None:
         self.sure_room = 0
+        self.changes[0] += 1
         if state is None:
             self.is_initialized, self.form = False, None
             if self.progress is not None:
@@ -263,7 +265,9 @@ class StaticKVarNLayer(KVarNLayer):
         if self.row == self.all_progress.first[self.home]:
             self._claim_room()
             self.all_progress.begin(self.home, self.form, compiled=False)
+        self.changes[0] += 1
         reading = _take(self, self.all_progress, self.row, keys, values, self.reads, writes=True)
+        reading.expire_after(self.changes)
         return LazyStates.pair(reading) if lazy else reading.dense()
 
     def get_seq_length(self) -> Any:

@@ -22,7 +22,7 @@ class StaticReading:
     ``layout`` is a :attr:`kvarn_hf.static.Layout.text`, ``shapes`` are those of the dense keys and values, and
     ``counts`` is the layer's ``{"fused": n, "dequantized": n}``; None in compiled code, which would be compiled again
     for every other number. ``token`` is the newest key and value, ``[batch, heads, 1, head_dim]``. If they are not
-    ``written``, what reads first writes them, which attention does without a launch more.
+    ``written``, what reads first writes them. Attention does that without a launch more, and at no cost if they are.
     """
 
     def __init__(
@@ -41,7 +41,12 @@ class StaticReading:
         self.shapes, self.dtype = shapes, dtype
         self.counts = counts
         self._token, self._written = token, written
+        self._changes, self._change = [0], 0
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def expire_after(self, changes: list[int]) -> None:
+        """Let attention write the token no more once the layer changes again, which counts that here."""
+        self._changes, self._change = changes, changes[0]
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +89,7 @@ class StaticReading:
         if self.counts is not None:
             self.counts["fused"] += 1
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-        token = (None, None) if self._written else self._token
+        token = self._token if self._changes[0] == self._change else (None, None)
         self._written = True
         held = self.storage, self.progress, self.row
         return static.attend(query, *token, *held, mask, sinks, self.layout, scaling, softcap or 0.0)

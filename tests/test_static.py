@@ -590,6 +590,26 @@ def test_keys_kept_from_an_older_step_change_nothing(then):
     assert_holds(cache, held)
 
 
+def test_keys_of_a_step_that_failed_change_nothing():
+    _, cache = filled()
+    held = contents(cache)
+    batch, heads, _, dim = held[0][0].shape
+    token = torch.randn(batch, heads, 1, dim)
+
+    class Attention(torch.nn.Module):
+        config = cache._progress.model_config
+
+        def forward(self):
+            return cache.update(token, token, 0)
+
+    kept = Attention()()
+    assert type(kept[0]).__name__ == "LazyStates"
+    with pytest.raises(ValueError, match="key_states"):
+        cache.update(token.half(), token, 1)
+    torch.nn.functional.scaled_dot_product_attention(torch.randn(batch, heads, 1, dim), *kept)
+    assert_holds(cache, held)
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_an_interrupt_while_tiles_are_packed(layer, monkeypatch):
     """A prompt after whose next token a tile is due; the interrupt comes when some layers may have packed theirs."""
