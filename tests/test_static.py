@@ -590,6 +590,15 @@ def test_keys_kept_from_an_older_step_change_nothing(then):
     assert_holds(cache, held)
 
 
+def test_eager_attention_gets_the_token_as_compiled_attention_does(monkeypatch):
+    """Without it, it would be another kernel to compile."""
+    model, cache = filled()
+    given, attend = [], static.attend
+    monkeypatch.setattr(static, "attend", lambda query, keys, *rest: given.append(keys) or attend(query, keys, *rest))
+    tiny.forward(model, tiny.prompt(2, 1), cache)
+    assert [tuple(keys.shape) for keys in given] == [(2, 2, 1, 16)] * 2
+
+
 def test_keys_of_a_step_that_failed_change_nothing():
     _, cache = filled()
     held = contents(cache)
