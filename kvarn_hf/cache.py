@@ -490,7 +490,7 @@ def _copied(item: Any) -> Any:
 
 def _restore(layer: Any, held: Any) -> None:
     if held == _TOGETHER:
-        layer.changes[0] += 1
+        layer.changes[0] += 1  # what it has handed out is of a step that is no more
         return
     if isinstance(layer, KVarNLayer):
         layer.restore(held)

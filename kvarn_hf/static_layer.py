@@ -261,10 +261,9 @@ class StaticKVarNLayer(KVarNLayer):
 
     def _step(self, keys: torch.Tensor, values: torch.Tensor, lazy: bool) -> tuple[Any, Any]:
         static.check_tokens(keys, values, self.layout, self.device)
-        assert self.home is not None and self.form is not None
+        assert self.home is not None
         if self.row == self.all_progress.first[self.home]:
             self._claim_room()
-            self.all_progress.begin(self.home, self.form, compiled=False)
         self.changes[0] += 1
         reading = _take(self, self.all_progress, self.row, keys, values, self.reads, writes=True)
         reading.expire_after(self.changes)
@@ -330,10 +329,6 @@ def traced_update(
     Nobody can ask the module that calls how it will read, so the model's config says. If lazily, reading stores the
     token: where keys and values are never looked at, it is lost.
     """
-    device = str(keys.device)
-    if row == progress.first[device]:
-        assert layer.form is not None
-        progress.begin(device, layer.form, compiled=True)
     lazy = progress.attention in reads_lazily
     reading = _take(layer, progress, row, keys, values, None, writes=not lazy)
     if lazy:
@@ -351,10 +346,13 @@ def _take(
     *,
     writes: bool,
 ) -> StaticReading:
-    """Append a token, now or as it is read. Of the layer, compiled code depends on one attribute."""
+    """Append a token, now or as it is read; ``counts`` is None in compiled code, which depends on one attribute of the
+    layer."""
     layout = layer.form
     assert layout is not None
     device = str(keys.device)
+    if row == progress.first[device]:
+        progress.begin(device, layout, compiled=counts is None)
     lengths, storage = progress.tensors[device], progress.groups[device][layout].storages[row]
     assert storage is not None
     if torch.is_grad_enabled():  # where nothing is recorded, two operations less to trace

@@ -106,11 +106,11 @@ def evaluate(
         set_seed(seed)
         run = Run(model, dtype, device, out, seed, console)
         shared: dict[str, Any] = {"histories": histories} if histories else {}
-        if suite == "pseudo-decode":
-            divergence.measure(run, "pseudo_decode", texts, caches, lengths, batch=batch, stretches=stretches, **shared)
-        elif suite == "accumulation":
-            shared = {"histories": HISTORIES} | shared
-            divergence.measure(run, suite, texts, caches, lengths, batch=batch, stretches=stretches, **shared)
+        if suite in ("pseudo-decode", "accumulation"):
+            if suite == "accumulation":
+                shared = {"histories": HISTORIES} | shared
+            file = suite.replace("-", "_")
+            divergence.measure(run, file, texts, caches, lengths, batch=batch, stretches=stretches, **shared)
         elif suite == "tensor":
             tensors.measure(run, texts, caches, lengths, batch=batch, **shared)
         elif suite == "retrieval":
