@@ -262,6 +262,15 @@ def pack(
         raise
 
 
+def may_skip_pack(progress: torch.Tensor) -> bool:
+    """Whether :func:`pack` would only wait for its kernel to be compiled; not to be asked in compiled code."""
+    if not ops.uses_kernels(progress.device):
+        return False
+    from kvarn_kernels.append import may_skip_pack as asked
+
+    return asked(progress)
+
+
 def addresses(storage: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Of a layer's tensors, as the packing kernel wants them."""
     v = views(storage, layout)
@@ -325,8 +334,8 @@ def compile_ahead(
     layout: Layout,
     query_heads: int | None,
 ) -> None:
-    """Begin to compile the kernels of :func:`pack`, which takes longest, and of :func:`attend`, if it is to be
-    called (with so many ``query_heads``), while the host has other things to do."""
+    """Begin to compile the kernels of :func:`attend`, if it is to be called (with so many ``query_heads``), and of
+    :func:`pack`, which takes longest and is needed least soon, while the host has other things to do."""
     if not ops.uses_kernels(storage.device):
         return
 
@@ -334,15 +343,13 @@ def compile_ahead(
         empty = torch.empty(layout.batch, 1, heads, dim, dtype=layout.token_dtype, device=storage.device)
         return empty.transpose(1, 2)
 
-    _pack_by_kernel(progress, table, layout, ahead=True)
-    if query_heads is None:
-        return
-    query = tokens(query_heads, layout.key_dim)
-    if _fused(query, layout):
+    query = tokens(query_heads or layout.heads, layout.key_dim)
+    if query_heads is not None and _fused(query, layout):
         # As generate() masks a compiled step.
         mask = torch.empty(layout.batch, 1, 1, layout.most, dtype=torch.bool, device=storage.device)
         token = tokens(layout.heads, layout.key_dim), tokens(layout.heads, layout.value_dim)
         _attend_by_kernel(query, token, storage, progress[row], mask, None, layout, 1.0, 0.0, ahead=True)
+    _pack_by_kernel(progress, table, layout, ahead=True)
 
 
 @torch.library.custom_op("kvarn_hf::attend", mutates_args=("storage",))

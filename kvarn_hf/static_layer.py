@@ -109,6 +109,8 @@ class Progress:
         packed: set[str] = set()
         if not compiled:
             self.begun[device] = packed
+            if static.may_skip_pack(self.tensors[device]):
+                return
         for text, group in self.groups[device].items():
             static.pack(*group.members(), group.table, self.tensors[device], text)
             packed.add(text)

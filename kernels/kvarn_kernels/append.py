@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import clamp, exponent_of
 from kvarn_kernels.arithmetic import power_of_two as two_to_the
-from kvarn_kernels.launch import Call, compile_ahead, launch, padded, power_of_two, warps_for
+from kvarn_kernels.launch import Call, compile_ahead, compiling, launch, padded, power_of_two, warps_for
 from kvarn_kernels.quantize import (
     counted_tokens,
     quantize_key_tile,
@@ -27,7 +27,7 @@ from kvarn_kernels.quantize import (
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layers", "most", "sink_length", "residual_length"])
 def advance_kernel(
     progress_ptr, layers, most, sink_length, residual_length, TILE: tl.constexpr, LAYERS_PADDED: tl.constexpr
 ):
@@ -279,7 +279,9 @@ def _pack_tile(
         _close_gap(value_ptr, pad, held, packed, sink_length, residual_length, TILE, VALUE_DIM, VALUE_PADDED, PADDED)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["layers", "heads", "capacity", "dense_capacity", "sink_length", "residual_length"],
+)
 def pack_kernel(
     progress_ptr,
     table_ptr,
@@ -384,7 +386,7 @@ def advance(progress: torch.Tensor, *, most: int, sink_length: int, residual_len
     layers = progress.shape[0]
     numbers = layers, most, sink_length, residual_length
     constants = tile_size, power_of_two(layers)
-    launch(Call(advance_kernel, (progress,), numbers, (), constants, warps=1, stages=1), (1,))
+    launch(Call(advance_kernel, (progress,), (), numbers, constants, warps=1, stages=1), (1,))
 
 
 def pack(
@@ -433,8 +435,8 @@ def pack(
     call = Call(
         pack_kernel,
         (progress, table),
-        (layers, heads, capacity, dense_capacity, sink_length, residual_length),
         (),
+        (layers, heads, capacity, dense_capacity, sink_length, residual_length),
         (
             tile_size,
             _TRITON[dtype],
@@ -455,6 +457,21 @@ def pack(
     else:
         programs = 2 * batch * heads
         launch(call, (programs, min(layers, max(1, _at_once(device) // programs))))
+
+
+def may_skip_pack(progress: torch.Tensor) -> bool:
+    """Whether :func:`pack` would only wait for its kernel: that is being compiled, and no tile is due.
+
+    Only then is the device asked, which cannot answer while a CUDA graph is captured.
+
+    Parameters
+    ----------
+    progress : torch.Tensor
+        ``[layers, 4]``, int64, as :func:`advance` left it.
+    """
+    if not compiling(pack_kernel) or (progress.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return not progress[:, 2].any().item()
 
 
 def write(

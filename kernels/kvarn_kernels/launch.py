@@ -130,6 +130,12 @@ def begin(kernel: Any, work: Callable[[], object]) -> None:
     _COMING[kernel] = _compilers().submit(work)
 
 
+def compiling(kernel: Any) -> bool:
+    """Whether what :func:`begin` began goes on."""
+    coming = _COMING.get(kernel)
+    return coming is not None and not coming.done()
+
+
 def finish(kernel: Any) -> None:
     """Wait for what :func:`begin` began."""
     coming = _COMING.get(kernel)

@@ -202,7 +202,6 @@ def dequantize(v: Variant) -> None:
 
 
 def pack_tiles(v: Variant) -> None:
-    sink_length, residual_length = v["lengths"]
     pack(
         empty(v["layers"], 4, dtype=torch.int64),
         empty(v["layers"], 12, dtype=torch.int64),
@@ -212,9 +211,9 @@ def pack_tiles(v: Variant) -> None:
         value_dim=v["dims"][1],
         dtype=v["dtype"],
         capacity=v["capacity"],
-        dense_capacity=1 if v["capacity"] == 1 else sink_length + residual_length + v["tile_size"],
-        sink_length=sink_length,
-        residual_length=residual_length,
+        dense_capacity=80 + v["tile_size"],
+        sink_length=16,
+        residual_length=64,
         tile_size=v["tile_size"],
         key_bits=v["key_bits"],
         value_bits=v["value_bits"],
@@ -231,15 +230,8 @@ def write_token(v: Variant) -> None:
 
 
 def advance_layers(v: Variant) -> None:
-    sink_length, residual_length = v["lengths"]
     progress = empty(v["layers"], 4, dtype=torch.int64)
-    advance(
-        progress,
-        most=v["most"],
-        sink_length=sink_length,
-        residual_length=residual_length,
-        tile_size=v["tile_size"],
-    )
+    advance(progress, most=4096, sink_length=16, residual_length=64, tile_size=v["tile_size"])
 
 
 def attend(v: Variant) -> None:
@@ -275,7 +267,6 @@ def attend(v: Variant) -> None:
     )
 
 
-LENGTHS = ((16, 64), (1, 0), (0, 1), (128, 128))
 LEAST_SHARED_MEMORY = {"arch": 86, "dims": (256, 256)}
 # Host function, factors, and what is compiled further than to Triton's IR: up to which stage, and how it differs from
 # the first value of every factor. The tile kernels end at the stage that lays out shared memory, as the rest takes
@@ -305,7 +296,6 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
             "dims": ((128, 128), (64, 80), (256, 512)),  # what depends on them is the code of quantize
             "method": METHODS,
             "iterations": (8, 0),
-            "lengths": LENGTHS,
             "layers": (28, 1),
             "padded": (False, True),
         },
@@ -326,7 +316,7 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
     ),
     "advance": (
         advance_layers,
-        {"arch": (80, 90), "layers": (28, 1), "most": (4096, 1), "lengths": LENGTHS, "tile_size": (128, 64)},
+        {"arch": (80, 90), "layers": (28, 1), "tile_size": (128, 64)},
         [("cubin", {"arch": 86})],
     ),
     "dequantize": (

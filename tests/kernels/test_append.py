@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -263,3 +264,22 @@ def test_tokens_that_are_not_finite(device):
     for got, want in zip(by_kernel.read(), by_torch.read(), strict=True):
         assert torch.equal(got.isfinite(), want.isfinite())
         assert torch.allclose(got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0), atol=1e-2)
+
+
+def test_only_a_tile_that_is_due_waits_for_the_kernel():
+    from kvarn_kernels.append import may_skip_pack, pack_kernel
+    from kvarn_kernels.launch import begin, finish
+
+    idle = torch.tensor([[200, 2, 0, 0], [100, 1, 0, 1]])
+    due = torch.tensor([[200, 2, 0, 0], [100, 1, 1, 0]])
+    finish(pack_kernel)
+    assert not may_skip_pack(idle)
+    release = threading.Event()
+    begin(pack_kernel, release.wait)
+    try:
+        assert may_skip_pack(idle)
+        assert not may_skip_pack(due)
+    finally:
+        release.set()
+    finish(pack_kernel)
+    assert not may_skip_pack(idle)
