@@ -92,7 +92,7 @@ def _quantizing(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -
     tiles = PackedTiles.allocate(
         batch, heads, key_dim, values.shape[3], config, length // config.tile_size, keys.device
     )
-    prescale = ops.key_prescale(keys[:, :, : config.tile_size], config.key_bits) if config.method == "kvarn" else None
+    prescale = ops.key_prescale(keys[:, :, : config.tile_size]) if config.method == "kvarn" else None
     return lambda: ops.quantize(keys, values, prescale, tiles, config, config.sink_length, None)
 
 
@@ -101,7 +101,7 @@ def _differing_codes(keys: torch.Tensor, values: torch.Tensor, config: KVarNConf
     batch, heads, length, key_dim = keys.shape
     size, count = config.tile_size, length // config.tile_size
     tiles = PackedTiles.allocate(batch, heads, key_dim, values.shape[3], config, count, keys.device)
-    prescale = ops.key_prescale(keys[:, :, :size], config.key_bits)
+    prescale = ops.key_prescale(keys[:, :, :size])
     ops.quantize(keys, values, prescale, tiles, config, config.sink_length, None)
     key_tiles, value_tiles = (x.unflatten(2, (-1, size)) for x in (keys, values))
     expected = (

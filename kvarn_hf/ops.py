@@ -35,9 +35,9 @@ def uses_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and _kernels_run_on(device.index or 0)
 
 
-def key_prescale(window: torch.Tensor, bits: int) -> torch.Tensor:
+def key_prescale(window: torch.Tensor) -> torch.Tensor:
     """See :func:`kvarn_hf.reference.quantize.key_prescale`."""
-    return reference.key_prescale(window, bits)
+    return reference.key_prescale(window)
 
 
 def imbalance_trace(tile: torch.Tensor, iterations: int, *, relative: bool) -> torch.Tensor:

@@ -243,11 +243,9 @@ class LayerState:
         config = self.config
         if config.method != "kvarn":
             return None
-        sink, size, bits = config.sink_length, config.tile_size, config.key_bits
+        sink, size = config.sink_length, config.tile_size
         if first is None:
-            if self.count:
-                return self.prescale
-            return ops.key_prescale(self.dense.keys[:, :, sink : sink + size], bits)
+            return ops.key_prescale(self.dense.keys[:, :, sink : sink + size]) if self.count == 0 else self.prescale
         # Each row's own first tile begins behind its own sinks, wherever its padding ended. It is cut where the tail
         # may end when the row's first tokens are packed: the factors must not depend on how many tokens came at once.
         start = sink + self.count * size
@@ -255,7 +253,7 @@ class LayerState:
         span = ahead.clamp_max(size)[:, None]
         position = first[:, None] + torch.arange(size, device=first.device) % span
         index = (position - start + sink).clamp(0, self.dense.length - 1)
-        fresh = ops.key_prescale(gather_tokens(self.dense.keys, index), bits)
+        fresh = ops.key_prescale(gather_tokens(self.dense.keys, index))
         known = torch.ones_like(fresh) if self.prescale is None else self.prescale
         begins_here = (first >= start) & (first < end)
         return torch.where(begins_here[:, None, None], fresh, known)

@@ -36,7 +36,7 @@ def method() -> Any:
     model.generate(ids, max_new_tokens=1, do_sample=False, past_key_values=cache)
     tile = cache.layers[LAYER].keys[0, HEAD, 128:]
     config = KVarNConfig()
-    prescale = key_prescale(tile, config.key_bits)
+    prescale = key_prescale(tile)
     rotated = rotate(tile * prescale)
     normalized = rotated / variance_normalize(rotated.mT, config.iterations).mT
     normalized = normalized / normalized.std(0, correction=0)

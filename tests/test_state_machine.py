@@ -87,7 +87,7 @@ class LayerModel:
                     end += TILE
                 window = self.keys[row, :, first : min(first + TILE, end + config.residual_length)]
                 whole = torch.cat([window] * TILE, 1)[:, :TILE]
-                self.prescale[row] = key_prescale(whole, config.key_bits)
+                self.prescale[row] = key_prescale(whole)
             prescale = self.prescale[row] if config.method == "kvarn" else None
             parts = [self.tile_tokens(row, start + i * TILE, first) for i in range(due)]
             keys, values = (torch.stack(side) for side in zip(*parts, strict=True))

@@ -62,12 +62,12 @@ def _kth_smallest(x, K: tl.constexpr):
 
 
 @triton.jit
-def _store_prescale(x_ptr, token_offset, prescale_ptr, BITS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
+def _store_prescale(x_ptr, token_offset, prescale_ptr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
     """The channel factors that the keys at ``token_offset`` ask for; see ``kvarn_hf.reference.quantize.key_prescale``.
 
-    ``r = clamp(sd / median sd, 1/4, 1000)``, ``p = 3/4 clamp((log2 max r - START) / 2, 0, 1)``, factor ``r ** -p``.
+    ``r = clamp(sd / median sd, 1/4, 1000)``, ``p = 3/4 clamp((log2 max r - 1 - 2 t) / (2 - t), 0, 1)``, factor
+    ``r ** -p``, with ``t = clamp(2 m - 1, 0, 1)`` and ``m = sum mean**2 / sum sd**2`` where r > 2.
     """
-    START: tl.constexpr = 2 if BITS >= 4 else 1
     TOKENS: tl.constexpr = token_offset.shape[0]
     d = tl.arange(0, DIM_PADDED)
     x = tl.load(x_ptr + token_offset[None, :] + d[:, None], mask=(d < DIM)[:, None], other=0.0).to(tl.float32)
@@ -75,11 +75,16 @@ def _store_prescale(x_ptr, token_offset, prescale_ptr, BITS: tl.constexpr, DIM: 
     broken = bits >= _INFINITY_BITS
     largest = tl.max(tl.where(broken, 0, bits), 0).to(tl.float32, bitcast=True)
     x = tl.where(broken[None, :], 0.0, x) * two_to_the(-exponent_of(largest))
-    x -= (tl.sum(x, 1) / TOKENS)[:, None]
+    mean = tl.sum(x, 1) / TOKENS
+    x -= mean[:, None]
     deviation = tl.sqrt_rn(tl.sum(x * x, 1) / TOKENS)
     median = _kth_smallest(tl.where(d < DIM, deviation, float("inf")), (DIM - 1) // 2)
     ratio = clamp(tl.where(median > 0, deviation / tl.where(median > 0, median, 1.0), 1.0), 0.25, 1000.0)
-    power = 0.75 * clamp((tl.log2(tl.max(tl.where(d < DIM, ratio, 0.0), 0)) - START) * 0.5, 0.0, 1.0)
+    ratio = tl.where(d < DIM, ratio, 0.25)
+    offset = tl.sum(tl.where(ratio > 2, mean * mean, 0.0), 0)
+    spread = tl.sum(tl.where(ratio > 2, deviation * deviation, 0.0), 0)
+    late = clamp(2 * offset / tl.where(spread > 0, spread, 1.0) - 1, 0.0, 1.0)
+    power = 0.75 * clamp((tl.log2(tl.max(ratio, 0)) - 1 - 2 * late) / (2 - late), 0.0, 1.0)
     tl.store(prescale_ptr + d, tl.exp2(-power * tl.log2(ratio)).to(tl.float16), mask=d < DIM)
     tl.debug_barrier()
 
@@ -232,7 +237,7 @@ def _pack_tile(
                 # Cut where the tail may end when a row's first tokens are packed.
                 span = tl.minimum(TILE, TILE - (first - start) + residual_length)
                 window = first - start + sink_length + tl.arange(0, TILE) % span
-                _store_prescale(key_ptr, window * KEY_DIM, prescale_ptr, KEY_BITS, KEY_DIM, KEY_PADDED)
+                _store_prescale(key_ptr, window * KEY_DIM, prescale_ptr, KEY_DIM, KEY_PADDED)
         quantize_key_tile(
             key_ptr,
             source * KEY_DIM,

@@ -298,7 +298,7 @@ def quantize_key_tile(
     if METHOD == "kvarn":
         energy = tl.sum(x * x, 0)
         x = x * inverse[None, :]
-        scale, zero_point = search_grid(x, BITS, 6 if BITS >= 4 else 4, NARROWEST, CANDIDATES, TILE, INTERPRETED)
+        scale, zero_point = search_grid(x, BITS, 4, NARROWEST, CANDIDATES, TILE, INTERPRETED)
     else:
         x = x * inverse[None, :]
         scale, zero_point = full_range_grid(x, BITS, TILE)

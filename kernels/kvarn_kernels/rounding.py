@@ -58,14 +58,6 @@ def full_range_grid(x, BITS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _raised(x, POWER: tl.constexpr):
-    result = x
-    for _ in tl.static_range(POWER - 1):
-        result *= x
-    return result
-
-
-@triton.jit
 def search_grid(
     x,
     BITS: tl.constexpr,
@@ -98,7 +90,10 @@ def search_grid(
             )
             miss = round_half_even(nearest * LEVELS) - (u * (slope * LEVELS) + offset * LEVELS)
             miss = inside(miss * miss, x.shape[0], COLUMNS, 0.0)
-            error = tl.sum(_raised(miss, POWER // 2), 1) * _raised(share * share, POWER // 2)
+            if POWER == 2:
+                error = tl.sum(miss, 1) * (share * share)
+            else:
+                error = tl.sum(miss * miss, 1) * (share * share * share * share)
             better = error < best_error
             best_error = tl.where(better, error, best_error)
             best_share = tl.where(better, share, best_share)

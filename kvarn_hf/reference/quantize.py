@@ -19,7 +19,6 @@ from kvarn_hf.reference import packing
 from kvarn_hf.reference.normalize import variance_normalize, variance_normalize_published
 from kvarn_hf.reference.rotation import rotate
 from kvarn_hf.reference.rounding import (
-    KEY_ERROR_POWER,
     centre,
     encode,
     full_range_grid,
@@ -33,9 +32,6 @@ SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
 LARGEST = 65504.0
 # Rounds of alternating least squares, by bits: at two bits four are better than two, and more hardly better than four.
 VALUE_ROUNDS = {2: 4, 3: 2, 4: 2, 8: 2}
-# log2 of an outlier channel's ratio to the median from which on keys are pre-scaled, by bits. It harms the heads whose
-# queries are large in the same channels, and the finer the grid, the larger an outlier it can take.
-PRESCALE_FROM = {2: 1, 3: 1, 4: 2, 8: 2}
 
 
 class Packed(NamedTuple):
@@ -52,20 +48,23 @@ class Packed(NamedTuple):
     zero_point: torch.Tensor
 
 
-def key_prescale(keys: torch.Tensor, bits: int) -> torch.Tensor:
+def key_prescale(keys: torch.Tensor) -> torch.Tensor:
     """Channel factors that keep a few huge key channels from being mixed into all others by the rotation.
 
     With ``r = std / lower_median(std)`` over the channels, clamped to [1/4, 1000], and
-    ``p = 0.75 clamp((log2(max r) - s) / 2, 0, 1)``, where s is :data:`PRESCALE_FROM`: ``prescale = r ** -p``. Without
-    an outlier channel (max r <= 2 ** s) all factors are 1. Keys are multiplied before the rotation; queries are
-    divided, so that scores are unchanged.
+    ``p = 0.75 clamp((log2(max r) - start) / (end - start), 0, 1)``: ``prescale = r ** -p``. Without an outlier channel
+    (max r <= 2) all factors are 1. Keys are multiplied before the rotation; queries are divided, so that scores are
+    unchanged.
+
+    What is damped gets more noise, which pays where queries are small. They are not where the outlier channels (r > 2)
+    have an offset that all tokens share, by which attention tells the sinks from the others. With
+    ``m = sum(mean ** 2) / sum(std ** 2)`` over these channels and ``t = clamp(2 m - 1, 0, 1)``, damping begins at
+    ``start = 1 + 2 t`` and is complete at ``end = 3 + t``: from 2 to 8 times the median, or from 8 to 16.
 
     Parameters
     ----------
     keys : torch.Tensor
         ``[..., tokens, head_dim]``: the first tile of a sequence that is quantized.
-    bits : int
-        That keys are quantized to.
 
     Returns
     -------
@@ -74,10 +73,12 @@ def key_prescale(keys: torch.Tensor, bits: int) -> torch.Tensor:
     """
     x, _ = _finite_tokens(keys)
     x = x * torch.exp2(-_exponent(x, (-2, -1)).float())
-    std = x.std(-2, correction=0)
+    std, mean = x.std(-2, correction=0), x.mean(-2)
     median = std.median(-1, keepdim=True).values
     ratio = torch.where(median > 0, std / torch.where(median > 0, median, 1.0), 1.0).clamp(0.25, 1e3)
-    power = 0.75 * ((ratio.amax(-1, keepdim=True).log2() - PRESCALE_FROM[bits]) / 2).clamp(0, 1)
+    offset, spread = (torch.where(ratio > 2, y, 0.0).square().sum(-1, keepdim=True) for y in (mean, std))
+    late = (2 * offset / torch.where(spread > 0, spread, 1.0) - 1).clamp(0, 1)
+    power = 0.75 * ((ratio.amax(-1, keepdim=True).log2() - 1 - 2 * late) / (2 - late)).clamp(0, 1)
     return (ratio**-power).half()
 
 
@@ -100,7 +101,7 @@ def quantize_keys(keys: torch.Tensor, prescale: torch.Tensor | None, config: KVa
 
     Notes
     -----
-    "kvarn": a clipped grid by a high power of the error, and a token scale that gives every token its exact norm in the
+    "kvarn": a clipped grid by fourth-power error, and a token scale that gives every token its exact norm in the
     rotated frame. "published": Algorithm 1 of arXiv:2606.03458.
     """
     bits = config.key_bits
@@ -109,7 +110,7 @@ def quantize_keys(keys: torch.Tensor, prescale: torch.Tensor | None, config: KVa
     token_scale = _column_scale(tile, exponent, config).half().float()
     normalized = tile / token_scale
     if config.method == "kvarn":
-        scale, zero_point = search_grid(normalized, bits, KEY_ERROR_POWER[bits])
+        scale, zero_point = search_grid(normalized, bits, power=4)
     else:
         scale, zero_point = full_range_grid(normalized, bits)
     scale, zero_point = _half_scale(scale), _half(zero_point)

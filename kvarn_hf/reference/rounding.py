@@ -11,9 +11,6 @@ import torch
 
 # Smallest share of a row's range that the grid may span, and how many spans are tried, by bits.
 CLIP_SEARCH = {2: (0.45, 12), 3: (0.6, 9), 4: (0.76, 7), 8: (1.0, 1)}
-# Power of the error by which a key grid is chosen, by bits. Squares clip the rare outlier tokens that attention looks
-# for; the finer the grid, the less clipping can win.
-KEY_ERROR_POWER = {2: 4, 3: 4, 4: 6, 8: 6}
 
 
 def centre(bits: int) -> int:
@@ -54,7 +51,7 @@ def search_grid(x: torch.Tensor, bits: int, power: int) -> tuple[torch.Tensor, t
     bits : int
         Width of a code.
     power : int
-        Even: 2 for values, :data:`KEY_ERROR_POWER` for keys.
+        2 for values. 4 for keys: squared error clips the rare outlier tokens that attention looks for.
 
     Returns
     -------
@@ -64,15 +61,14 @@ def search_grid(x: torch.Tensor, bits: int, power: int) -> tuple[torch.Tensor, t
     low, high = x.aminmax(dim=-1, keepdim=True)
     span, levels = high - low, 2**bits - 1
     narrowest, candidates = CLIP_SEARCH[bits]
-    unit = 1.0 / _positive(span)  # the sixth power of an error in other units may be no float32
     best_error = torch.full_like(low, torch.inf)
     best_scale, best_zero = full_range_grid(x, bits)
     for i in range(candidates if candidates > 1 else 0):
         share = 1.0 - (1.0 - narrowest) * i / (candidates - 1)
         scale = _positive(span * (share / levels))
         zero = low + span * ((1.0 - share) / 2 + centre(bits) * share / levels)
-        error = encode(x, scale, zero, bits).mul_(scale).add_(zero).sub_(x).mul_(unit)
-        error = error.square_().pow_(power // 2).sum(-1, keepdim=True)
+        error = encode(x, scale, zero, bits).mul_(scale).add_(zero).sub_(x).square_()
+        error = (error if power == 2 else error.square_()).sum(-1, keepdim=True)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)

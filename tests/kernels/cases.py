@@ -30,7 +30,7 @@ def quantize_both(keys, values, config, position=0, first=None, slot=0):
     count = length // config.tile_size
     prescale = None
     if config.method == "kvarn":
-        prescale = ops.key_prescale(keys[:, :, : config.tile_size], config.key_bits)
+        prescale = ops.key_prescale(keys[:, :, : config.tile_size])
     shape = (batch, heads, key_dim, values.shape[3])
 
     def arena():

@@ -68,10 +68,11 @@ class Layer:
         return static.views(self.storage, self.layout)
 
 
-def pair(config, device, dtype, length, steps, most=300, pads=None, shape=(2, 1), key_dim=32, value_dim=None):
+def pair(config, device, dtype, length, steps, most=300, pads=None, shape=(2, 1), key_dim=32, value_dim=None, offset=0.0):
     """Both layers with ``length`` tokens, and the ``steps`` that follow."""
     total = length + steps
     keys = cases.tokens((*shape, total, key_dim), dtype, device)
+    keys += offset * keys.std(2, keepdim=True)
     values = cases.tokens((*shape, total, value_dim or key_dim), dtype, device, 1, outlier_channel=3.0)
     for row, pad in enumerate(pads or ()):
         keys[row, :, :pad], values[row, :, :pad] = keys[row, :, :1], values[row, :, :1]
@@ -144,9 +145,10 @@ def test_layers_are_packed_together(device):
 
 @pytest.mark.parametrize("residual", [0, 8, 100])
 @pytest.mark.parametrize("sink", [0, 70])
-def test_the_first_tile_sets_the_prescale(device, sink, residual):
+@pytest.mark.parametrize("offset", [0.0, 0.85, 2.0])  # in deviations: damped at once, later, and not below 16
+def test_the_first_tile_sets_the_prescale(device, sink, residual, offset):
     config = KVarNConfig(tile_size=64, sink_length=sink, residual_length=residual)
-    by_kernel, by_torch, steps = pair(config, device, torch.float32, sink + 64 + residual - 1, 3)
+    by_kernel, by_torch, steps = pair(config, device, torch.float32, sink + 64 + residual - 1, 3, offset=offset)
     for step in steps:
         by_kernel.step(*step)
         by_torch.step(*step)

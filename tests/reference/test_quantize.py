@@ -21,7 +21,6 @@ from kvarn_hf.reference.rotation import rotate
 # --- The method once more: one tile, float64, loops over rows. -------------------------------------------------------
 
 SPANS = {2: np.linspace(1, 0.45, 12), 3: np.linspace(1, 0.6, 9), 4: np.linspace(1, 0.76, 7), 8: np.array([1.0])}
-KEY_POWERS = {2: 4, 3: 4, 4: 6, 8: 6}  # of the error that a key grid minimizes
 LOWEST = {2: 0, 3: 0, 4: 0, 8: -128}  # code, which is stored as 0
 
 
@@ -90,7 +89,7 @@ def naive_keys(keys, prescale, bits, published):
     codes, scales, zeros = np.zeros_like(tile), np.zeros(head_dim), np.zeros(head_dim)
     for d in range(head_dim):
         normalized = tile[d] / token_scale / math.exp(log_row[d])
-        scale, zero_point = naive_grid(normalized, bits, 0 if published else KEY_POWERS[bits])
+        scale, zero_point = naive_grid(normalized, bits, 0 if published else 4)
         scales[d] = max(half(scale * math.exp(log_row[d])), 6e-8)
         zeros[d] = half(zero_point * math.exp(log_row[d]))
         codes[d] = naive_codes(tile[d] / token_scale, scales[d], zeros[d], bits)
@@ -204,7 +203,7 @@ METHODS_COMPARED = [("kvarn", False), ("published", True)]
 def test_keys_agree_with_a_second_implementation(make, size, head_dim, method, published, bits):
     x = make(size, head_dim, seed=bits) if make is gaussian else make(bits, size, head_dim)
     config = KVarNConfig(key_bits=bits, tile_size=size, method=method)
-    prescale = None if published else key_prescale(x, bits)
+    prescale = None if published else key_prescale(x)
     packed = quantize_keys(x, prescale, config)
     factors = np.ones(head_dim) if prescale is None else prescale.double().numpy()
     expected = naive_keys(x.double().numpy(), factors, bits, published)
@@ -259,8 +258,8 @@ def test_rtn_and_hadamard_are_round_to_nearest_on_the_full_range(bits):
 def test_zero_and_constant_tiles(method, bits):
     config = KVarNConfig(key_bits=bits, value_bits=bits, tile_size=64, method=method)
     zero = torch.zeros(64, 64)
-    assert torch.equal(key_prescale(zero, config.key_bits), torch.ones(64, dtype=torch.float16))
-    for x_hat in both(zero, config, None if method == "rtn" else key_prescale(zero, config.key_bits)):
+    assert torch.equal(key_prescale(zero), torch.ones(64, dtype=torch.float16))
+    for x_hat in both(zero, config, None if method == "rtn" else key_prescale(zero)):
         assert x_hat.abs().max() < 1e-6
     constant = torch.full((64, 64), -2.75)
     for x_hat in both(constant, config):
@@ -301,8 +300,8 @@ def test_huge_and_tiny_bfloat16_tiles_lose_no_more_than_others(magnitude, method
 def test_computes_in_float32(dtype):
     x = gaussian(2, 128, 64, seed=5).to(dtype)
     config = KVarNConfig()
-    prescale = key_prescale(x, 4)
-    assert torch.equal(prescale, key_prescale(x.float(), 4))
+    prescale = key_prescale(x)
+    assert torch.equal(prescale, key_prescale(x.float()))
     for half_precision, single in (
         (quantize_keys(x, prescale, config), quantize_keys(x.float(), prescale, config)),
         (quantize_values(x, config), quantize_values(x.float(), config)),
@@ -319,7 +318,7 @@ def test_broken_tokens_do_not_spread(method, bad):
     broken[0, 7, 3] = bad
     zeroed = x.clone()
     zeroed[0, 7] = 0.0
-    assert torch.equal(key_prescale(broken, 4), key_prescale(zeroed, 4))
+    assert torch.equal(key_prescale(broken), key_prescale(zeroed))
     for broken_hat, zeroed_hat in zip(both(broken, config), both(zeroed, config), strict=True):
         others = torch.ones(2, 64, dtype=torch.bool)
         others[0, 7] = False
@@ -335,7 +334,7 @@ def test_keys_keep_their_norms(x, bits):
     config = KVarNConfig(key_bits=bits, value_bits=bits)
     x_hat, _ = both(x, config)
     torch.testing.assert_close(x_hat.norm(dim=-1), x.norm(dim=-1), rtol=1e-3, atol=0)
-    prescale = key_prescale(outlier_pair(7), bits)
+    prescale = key_prescale(outlier_pair(7))
     bent = x * prescale
     read = dequantize_keys(quantize_keys(x, prescale, config), prescale, config) * prescale
     torch.testing.assert_close(read.norm(dim=-1), bent.norm(dim=-1), rtol=1e-3, atol=0)
@@ -354,53 +353,60 @@ def test_values_are_as_much_too_long_as_their_projection_is_short(x, bits):
 # --- The pre-scale ---------------------------------------------------------------------------------------------------
 
 
-def naive_prescale(keys, bits):
+def naive_prescale(keys):
     std = keys.std(axis=0)
     median = np.sort(std)[(len(std) - 1) // 2]
     ratio = np.clip(std / median, 0.25, 1e3)
-    power = 0.75 * min(max((math.log2(ratio.max()) - (1 if bits < 4 else 2)) / 2, 0), 1)
+    outliers = [d for d in range(len(std)) if ratio[d] > 2]
+    offset = sum(keys[:, d].mean() ** 2 for d in outliers) / sum(std[d] ** 2 for d in outliers) if outliers else 0
+    late = min(max(2 * offset - 1, 0), 1)
+    start, end = 1 + 2 * late, 3 + late
+    power = 0.75 * min(max((math.log2(ratio.max()) - start) / (end - start), 0), 1)
     return half(ratio**-power)
 
 
-@pytest.mark.parametrize("bits", BIT_WIDTHS)
-def test_no_outlier_channel_no_prescale(bits):
+def test_no_outlier_channel_no_prescale():
     x = gaussian(128, 64, seed=9, channels=0.1, tokens=0.0)
-    assert torch.equal(key_prescale(x, bits), torch.ones(64, dtype=torch.float16))
-    assert torch.equal(key_prescale(x * 1e30, bits), torch.ones(64, dtype=torch.float16))
+    assert torch.equal(key_prescale(x), torch.ones(64, dtype=torch.float16))
+    assert torch.equal(key_prescale(x * 1e30), torch.ones(64, dtype=torch.float16))
 
 
-@pytest.mark.parametrize(("bits", "least"), [(2, 2), (3, 2), (4, 4), (8, 4)])
-def test_prescale_sets_in_with_the_outlier(bits, least):
-    x = torch.ones(128, 64)
-    x[::2] = -1
-    for times, power in ((0.98, 0.0), (2.0, 0.375), (4.0, 0.75), (8.0, 0.75)):
-        x[:, 13] = x[:, 12] * least * times
-        prescale = key_prescale(x, bits)
-        assert prescale[13].item() == pytest.approx((least * times) ** -power, rel=1e-3)
-        assert (prescale.sum() - prescale[13]).item() == 63  # channels at the median are left alone
-
-
-@pytest.mark.parametrize("bits", BIT_WIDTHS)
-@pytest.mark.parametrize("outlier", [1.0, 2.0, 3.0, 5.0, 8.0, 40.0, 1e4])
-def test_prescale_agrees_with_a_second_derivation(outlier, bits):
+@pytest.mark.parametrize("offset", [0.0, 0.8, 0.95, 3.0])
+@pytest.mark.parametrize("outlier", [1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 40.0, 1e4])
+def test_prescale_agrees_with_a_second_derivation(outlier, offset):
     x = gaussian(128, 64, seed=10, channels=0.2)
     x[:, 13] *= outlier
-    expected = naive_prescale(x.double().numpy(), bits)
-    np.testing.assert_allclose(key_prescale(x, bits).double(), expected, rtol=2e-3)
-    np.testing.assert_allclose(key_prescale(x.reshape(1, 1, 128, 64), bits)[0, 0].double(), expected, rtol=2e-3)
+    x[:, 13] += offset * x[:, 13].std()
+    expected = naive_prescale(x.double().numpy())
+    np.testing.assert_allclose(key_prescale(x).double(), expected, rtol=2e-3)
+    np.testing.assert_allclose(key_prescale(x.reshape(1, 1, 128, 64))[0, 0].double(), expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("offset", "outlier", "power"),
+    [(0.0, 1.9, 0), (0.0, 4.0, 0.375), (0.0, 8.0, 0.75), (1.1, 7.9, 0), (1.1, 12.0, 0.4387), (1.1, 16.0, 0.75)],
+)
+def test_prescale_begins_later_where_tokens_share_an_offset(offset, outlier, power):
+    x = torch.ones(128, 64)
+    x[::2] = -1
+    x += 5.0  # an offset of the other channels, which does not count
+    x[:, 13] = (x[:, 13] - 5.0 + offset) * outlier
+    prescale = key_prescale(x)
+    assert prescale[13].item() == pytest.approx(outlier**-power, rel=2e-3)
+    assert (prescale.sum() - prescale[13]).item() == 63  # channels at the median are left alone
 
 
 def test_prescale_keeps_scores():
     keys, query = outlier_pair(11), gaussian(5, 64, seed=12)
-    prescale = key_prescale(keys, 4).float()
+    prescale = key_prescale(keys).float()
     scores = rotate(query / prescale) @ rotate(keys * prescale).mT
     torch.testing.assert_close(scores, query @ keys.mT, rtol=1e-4, atol=1e-2)
 
 
 def test_prescale_repairs_the_other_channels_of_a_key_bias_pair():
     keys = outlier_pair(13)
+    prescale = key_prescale(keys)
     config = KVarNConfig()
-    prescale = key_prescale(keys, config.key_bits)
     others = torch.ones(64, dtype=torch.bool)
     others[[5, 37]] = False
     with_it = dequantize_keys(quantize_keys(keys, prescale, config), prescale, config)
@@ -417,7 +423,7 @@ def mean_error(make, method, bits, side):
     config = KVarNConfig(key_bits=bits, value_bits=bits, method=method)
     tiles = torch.stack([make(seed) for seed in range(8)])
     if side == 0:
-        prescale = key_prescale(tiles, config.key_bits) if method == "kvarn" else None
+        prescale = key_prescale(tiles) if method == "kvarn" else None
         return relative_error(dequantize_keys(quantize_keys(tiles, prescale, config), prescale, config), tiles)
     return relative_error(dequantize_values(quantize_values(tiles, config), config), tiles)
 
@@ -465,11 +471,11 @@ def test_more_bits_are_more_exact(make, method, bits):
 def test_batches_give_what_tiles_give_alone():
     x = torch.stack([gaussian(64, 32, seed=s) * 10.0 ** (s - 2) for s in range(6)]).reshape(2, 3, 64, 32)
     config = KVarNConfig(tile_size=64)
-    prescale = key_prescale(x, config.key_bits)
+    prescale = key_prescale(x)
     together = both(x, config, prescale)
     for b in range(2):
         for h in range(3):
-            alone = both(x[b, h], config, key_prescale(x[b, h], config.key_bits))
+            alone = both(x[b, h], config, key_prescale(x[b, h]))
             for one, all_ in zip(alone, together, strict=True):
                 torch.testing.assert_close(one, all_[b, h], rtol=1e-5, atol=1e-5 * float(x[b, h].abs().max()))
 

@@ -17,7 +17,6 @@ from kvarn_hf.reference.rounding import (
 )
 
 LOWEST = {2: 0, 3: 0, 4: 0, 8: -128}
-POWERS = 2, 4, 6
 
 bits_and_seeds = given(bits=st.sampled_from(BIT_WIDTHS), seed=st.integers(0, 2**16), tails=st.floats(0.0, 2.0))
 quick = settings(derandomize=True, deadline=None, max_examples=40)
@@ -84,7 +83,7 @@ def test_full_range_grid_reaches_both_ends(bits, seed, tails):
 @bits_and_seeds
 def test_search_is_never_worse_than_the_full_range_in_its_own_norm(bits, seed, tails):
     x = rows(seed, tails)
-    for power in POWERS:
+    for power in (2, 4):
         searched = error(x, *search_grid(x, bits, power), bits, power)
         full = error(x, *full_range_grid(x, bits), bits, power)
         assert (searched <= full * (1 + 1e-5)).all()
@@ -96,7 +95,7 @@ def test_search_takes_the_best_of_the_documented_spans(bits, seed, tails):
     x = rows(seed, tails)
     low, span = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)
     narrowest, count = CLIP_SEARCH[bits]
-    for power in POWERS:
+    for power in (2, 4):
         best = torch.stack(
             [
                 error(x, scale, low + (1 - a) / 2 * span - LOWEST[bits] * scale, bits, power)
@@ -104,29 +103,16 @@ def test_search_takes_the_best_of_the_documented_spans(bits, seed, tails):
                 for scale in [a * span / (2**bits - 1)]
             ]
         ).amin(0)
-        found = error(x, *search_grid(x, bits, power), bits, power)
-        torch.testing.assert_close(found, best, rtol=5e-5 * power, atol=0)
+        torch.testing.assert_close(error(x, *search_grid(x, bits, power), bits, power), best, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize(("bits", "low", "high"), [(2, 2, 4), (4, 2, 4), (4, 4, 6)])
-def test_search_clips_less_in_a_higher_power(bits, low, high):
+def test_search_clips_less_in_the_fourth_power():
     x = rows(3, shape=(64, 128))
     x[:, 17] = 8 * x.std(-1)  # an outlier token in every channel
-    grids = search_grid(x, bits, low), search_grid(x, bits, high)
-    assert grids[1][0].sum() > grids[0][0].sum()
-    at_outlier = [(encode(x, *grid, bits) * grid[0] + grid[1] - x)[:, 17].abs().mean() for grid in grids]
+    squares, fourths = search_grid(x, 2, power=2), search_grid(x, 2, power=4)
+    assert fourths[0].sum() > squares[0].sum()
+    at_outlier = [(encode(x, *grid, 2) * grid[0] + grid[1] - x)[:, 17].abs().mean() for grid in (squares, fourths)]
     assert at_outlier[1] < at_outlier[0]
-
-
-@quick
-@bits_and_seeds
-def test_search_does_not_depend_on_the_unit(bits, seed, tails):
-    x = rows(seed, tails)
-    for power in POWERS:
-        expected = search_grid(x, bits, power)
-        for factor in (2.0**-60, 2.0**60):  # whose sixth power is no float32
-            scale, zero_point = search_grid(x * factor, bits, power)
-            torch.testing.assert_close((scale / factor, zero_point / factor), expected, rtol=0, atol=0)
 
 
 @quick
@@ -180,7 +166,7 @@ def test_refit_keeps_what_it_cannot_solve():
 @pytest.mark.parametrize("value", [0.0, 1.0, -7.25, 3e-30])
 def test_constant_rows_are_exact(bits, value):
     x = torch.full((2, 64), value)
-    for scale, zero_point in (full_range_grid(x, bits), *(search_grid(x, bits, power) for power in POWERS)):
+    for scale, zero_point in (full_range_grid(x, bits), search_grid(x, bits, 2), search_grid(x, bits, 4)):
         assert (scale > 0).all()
         codes = encode(x, scale, zero_point, bits)
         assert (codes == 0).all()
@@ -191,7 +177,7 @@ def test_constant_rows_are_exact(bits, value):
 def test_rows_with_a_single_outlier(bits):
     x = torch.zeros(1, 64)
     x[0, 9] = 1e4
-    for power in POWERS:
+    for power in (2, 4):
         scale, zero_point = search_grid(x, bits, power)
         x_hat = encode(x, scale, zero_point, bits) * scale + zero_point
         assert x_hat.isfinite().all()
