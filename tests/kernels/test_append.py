@@ -68,8 +68,10 @@ class Layer:
         return static.views(self.storage, self.layout)
 
 
-def pair(config, device, dtype, length, steps, most=300, pads=None, shape=(2, 1), key_dim=32, value_dim=None, offset=0.0):
-    """Both layers with ``length`` tokens, and the ``steps`` that follow."""
+def pair(
+    config, device, dtype, length, steps, most=300, pads=None, shape=(2, 1), key_dim=32, value_dim=None, offset=0.0
+):
+    """Both layers with ``length`` tokens, and the ``steps`` that follow; keys have an ``offset``, in deviations."""
     total = length + steps
     keys = cases.tokens((*shape, total, key_dim), dtype, device)
     keys += offset * keys.std(2, keepdim=True)
