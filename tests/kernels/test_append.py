@@ -101,10 +101,9 @@ def assert_same(actual, expected):
         assert ((codes - expected_codes).abs() <= 1).all()
         at_ties = (codes != expected_codes).float().mean((-2, -1))  # share of a tile's codes
         assert (at_ties < 0.01).all()
-        bound = torch.where(at_ties > 0, 5e-3, 2e-3)[..., None]
         for a, b in zip(mine[1:], its[1:], strict=True):
             a, b = a[:, :, :count].float(), b[:, :, :count].float()
-            assert ((a - b).abs() <= bound * b.abs().amax(-1, keepdim=True) + 1e-7).all()
+            assert ((a - b).abs() <= 2e-3 * b.abs().amax(-1, keepdim=True) + 1e-7).all()
     for a, b in zip(actual.read(), expected.read(), strict=True):
         error = (a.float() - b.float()).norm() / b.float().norm()
         assert error < 5e-3
@@ -147,7 +146,7 @@ def test_layers_are_packed_together(device):
 
 @pytest.mark.parametrize("residual", [0, 8, 100])
 @pytest.mark.parametrize("sink", [0, 70])
-@pytest.mark.parametrize("offset", [0.0, 0.85, 2.0])  # in deviations: damped at once, later, and not below 16
+@pytest.mark.parametrize("offset", [0.0, 0.85, 2.0])  # in deviations: damping from 2 on, from 3.7, from 8
 def test_the_first_tile_sets_the_prescale(device, sink, residual, offset):
     config = KVarNConfig(tile_size=64, sink_length=sink, residual_length=residual)
     by_kernel, by_torch, steps = pair(config, device, torch.float32, sink + 64 + residual - 1, 3, offset=offset)
