@@ -3,7 +3,7 @@
 from kvarn_hf import attention
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.config import PRESETS, KVarNConfig
-from kvarn_hf.monitor import Monitor, MonitorWarning
+from kvarn_hf.monitor.log import Monitor, MonitorWarning
 
 attention.register()
 

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
-from kvarn_hf.lazy import dense, reading_of
+from kvarn_hf.layers.lazy import dense, reading_of
 
 NAME = "kvarn"
 

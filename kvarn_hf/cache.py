@@ -19,13 +19,13 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from kvarn_hf import serialization
+from kvarn_hf import file as serialization
 from kvarn_hf.checks import whole
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layer import KVarNLayer
-from kvarn_hf.lazy import reads_lazily
-from kvarn_hf.monitor import Monitor, Queue, Report, TileLog, warn
-from kvarn_hf.static_layer import Progress, StaticDenseLayer, StaticKVarNLayer, traced_update
+from kvarn_hf.layers.fixed import Progress, StaticDenseLayer, StaticKVarNLayer, traced_update
+from kvarn_hf.layers.growing import KVarNLayer
+from kvarn_hf.layers.lazy import reads_lazily
+from kvarn_hf.monitor.log import Monitor, Queue, Report, TileLog, warn
 
 _STATIC = StaticKVarNLayer, StaticLayer
 _TOGETHER = ()  # what is remembered of a layer whose steps Progress takes back, in all layers at once

@@ -77,9 +77,9 @@ def inspect(
 
     from kvarn_hf import KVarNConfig
     from kvarn_hf.config import PRESETS
-    from kvarn_hf.inspect_layers import first_quantized_read
-    from kvarn_hf.inspect_model import inspect_model
-    from kvarn_hf.inspect_report import save_figures, show
+    from kvarn_hf.inspect.layers import first_quantized_read
+    from kvarn_hf.inspect.model import inspect_model
+    from kvarn_hf.inspect.report import save_figures, show
 
     console = Console()
     logging.disable_progress_bar()
@@ -209,7 +209,7 @@ def bench_quantize(
 ) -> None:
     """Time quantizing and dequantizing one layer, and compare with the copy bandwidth."""
     _require_gpu("quantize")
-    from kvarn_hf.bench import quantize
+    from kvarn_hf.bench.quantize import quantize
 
     _measure(lambda: quantize(tokens, heads, head_dim, preset))
 
@@ -220,7 +220,7 @@ def bench_attention(
 ) -> None:
     """Time one decode step's attention over packed tiles, against dense attention."""
     _require_gpu("attention")
-    from kvarn_hf.bench_attention import attention
+    from kvarn_hf.bench.attention import attention
 
     _measure(lambda: attention(out=out))
 
@@ -238,7 +238,7 @@ def bench_generate(
 ) -> None:
     """Time decode steps of generate() with several caches, on random weights."""
     _require_gpu("generate")
-    from kvarn_hf.bench_generate import DEFAULT_CACHES, generate
+    from kvarn_hf.bench.generate import DEFAULT_CACHES, generate
 
     contexts, batches = context or (2048, 8192, 32768), batch or (1, 8)
     _measure(lambda: generate(shape, contexts, batches, cache or DEFAULT_CACHES, new_tokens=new_tokens, out=out))
@@ -254,7 +254,7 @@ def bench_monitor(
 ) -> None:
     """Time decode steps of generate() with a cache's monitor off and on."""
     _require_gpu("monitor")
-    from kvarn_hf.bench_monitor import monitor
+    from kvarn_hf.bench.monitor import monitor
 
     _measure(lambda: monitor(shape, context or (8192,), batch or (1, 8), segments, out=out))
 

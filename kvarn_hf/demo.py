@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.pseudo_decode import BLOCK, pseudo_decode
+from kvarn_hf.evaluation.pseudo_decode import BLOCK, pseudo_decode
 
 PROMPT_SOURCE = "James Madison, First Annual Message to the Congress, 29 November 1809 (public domain)"
 _INSTRUCTION = "Write a detailed summary of the President's message above."

@@ -24,10 +24,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 from kvarn_hf.cache import KVarNCache, tensors_in
 from kvarn_hf.checks import whole
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layer import KVarNLayer
-from kvarn_hf.padding import LeftPadding
-from kvarn_hf.state import DenseTokens, LayerState
-from kvarn_hf.tiles import PackedTiles
+from kvarn_hf.layers.growing import KVarNLayer
+from kvarn_hf.state.layer_state import DenseTokens, LayerState
+from kvarn_hf.state.padding import LeftPadding
+from kvarn_hf.state.tiles import PackedTiles
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Longer sequences are taken for "no limit".

@@ -14,15 +14,15 @@ from PIL import Image
 from transformers import DynamicCache, LlamaConfig
 
 from kvarn_hf import KVarNConfig
-from kvarn_hf.bench_generate import SHAPES
+from kvarn_hf.bench.generate import SHAPES
 from kvarn_hf.demo import default_prompt
 from kvarn_hf.estimate import ModelShapes, estimate
+from kvarn_hf.method.normalize import variance_normalize
+from kvarn_hf.method.packing import unpack_keys
+from kvarn_hf.method.quantize import key_prescale, quantize_keys
+from kvarn_hf.method.rotation import rotate
 from kvarn_hf.models import load_model
 from kvarn_hf.plotting import memory, tiles
-from kvarn_hf.reference.normalize import variance_normalize
-from kvarn_hf.reference.packing import unpack_keys
-from kvarn_hf.reference.quantize import key_prescale, quantize_keys
-from kvarn_hf.reference.rotation import rotate
 
 FOLDER = Path(__file__).parent / "pictures"
 LAYER, HEAD = 9, 2

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvarn_hf import KVarNCache, KVarNConfig, ops
-from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.layers.growing import KVarNLayer
 from tests import models_tiny as tiny
 from tests.storage import held_bytes, held_storages
 

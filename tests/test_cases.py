@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from kvarn_hf import PRESETS, KVarNCache, KVarNConfig, ops
-from kvarn_hf.layer import KVarNLayer
-from kvarn_hf.reference import packing
+from kvarn_hf.layers.growing import KVarNLayer
+from kvarn_hf.method import packing
 from tests import models_tiny as tiny
 from tests.storage import held_bytes
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import kvarn_hf
 from kvarn_hf import KVarNConfig
 from kvarn_hf.config import BIT_WIDTHS, METHODS, PRESETS, TILE_SIZES
-from kvarn_hf.reference.quantize import quantize_keys, quantize_values
-from kvarn_hf.tiles import PackedTiles
+from kvarn_hf.method.quantize import quantize_keys, quantize_values
+from kvarn_hf.state.tiles import PackedTiles
 
 HEAD_DIMS = (8, 16, 24, 64, 80, 96, 112, 128, 192, 256, 512)
 

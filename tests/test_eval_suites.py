@@ -15,11 +15,11 @@ from kvarn_hf.evaluation import retrieval, tensors
 from kvarn_hf.evaluation.blocks import cache_argument
 from kvarn_hf.evaluation.caches import cache_spec
 from kvarn_hf.evaluation.prompts import line_retrieval, needle
+from kvarn_hf.evaluation.pseudo_decode import pseudo_decode
 from kvarn_hf.evaluation.report import over_texts
 from kvarn_hf.evaluation.results import ResultFile
 from kvarn_hf.evaluation.runner import first_tokens
 from kvarn_hf.evaluation.suites import evaluate
-from kvarn_hf.pseudo_decode import pseudo_decode
 from tests.models_lettered import CHARACTERS, save_lettered_model
 
 CACHES = ["kvarn_k2v2_g128", "rtn_k2v2_g128"]

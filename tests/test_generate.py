@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from kvarn_hf import KVarNCache, KVarNConfig
-from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.layers.growing import KVarNLayer
 from tests import models_tiny as tiny
 
 ALL_SINK = KVarNConfig(sink_length=100_000)

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from kvarn_hf import KVarNCache, KVarNConfig, ops
-from kvarn_hf.reference.attention import attention as exact_attention
+from kvarn_hf.method.attention import attention as exact_attention
 from tests import models_tiny as tiny
 from tests import test_generate as modes
 

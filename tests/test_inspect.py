@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from kvarn_hf import PRESETS, KVarNConfig
 from kvarn_hf.cli import app
 from kvarn_hf.estimate import estimate
-from kvarn_hf.inspect_layers import AttentionError, LayerInspection, _attention_error, _inspect, inspect_layers
-from kvarn_hf.inspect_model import bytes_per_token, inspect_model, worst_first
-from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.inspect.layers import AttentionError, LayerInspection, _attention_error, _inspect, inspect_layers
+from kvarn_hf.inspect.model import bytes_per_token, inspect_model, worst_first
+from kvarn_hf.layers.growing import KVarNLayer
 from kvarn_hf.plotting import layers as figures
 from tests import models_tiny as tiny
 from tests.models_lettered import save_lettered_model
@@ -84,7 +84,7 @@ class TestAttentionError:
         "config", [SMALL, SMALL.replace(method="published", key_bits=2)], ids=["kvarn", "published"]
     )
     def test_is_that_of_decoding_step_by_step(self, config, options, monkeypatch):
-        monkeypatch.setattr("kvarn_hf.inspect_layers._QUERIES", 1000)  # every position that reads a tile
+        monkeypatch.setattr("kvarn_hf.inspect.layers._QUERIES", 1000)  # every position that reads a tile
         tokens, first = 16 + 64 * 2 + 32 + 20, 16 + 64 + 32
         query, key, value = torch.randn(1, 4, tokens, 32), torch.randn(1, 2, tokens, 32), torch.randn(1, 2, tokens, 32)
         key[0, 1, :, 3] *= 10

@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvarn_hf import KVarNCache, KVarNConfig, Monitor, MonitorWarning, bench_monitor, ops
-from kvarn_hf.monitor import FIGURES, SIDES
-from kvarn_hf.reference.normalize import imbalance_trace, variance_normalize_published
-from kvarn_hf.reference.rotation import rotate
+from kvarn_hf import KVarNCache, KVarNConfig, Monitor, MonitorWarning, ops
+from kvarn_hf.bench import monitor as bench_monitor
+from kvarn_hf.method.normalize import imbalance_trace, variance_normalize_published
+from kvarn_hf.method.rotation import rotate
+from kvarn_hf.monitor.log import FIGURES, SIDES
 from tests import models_tiny as tiny
 
 SMALL = KVarNConfig(tile_size=64, sink_length=16, residual_length=32)
@@ -140,7 +141,7 @@ class TestFigures:
     def test_a_prompt_in_parts(self, monkeypatch):
         keys, values = kv(16 + 64 * 9 + 32)
         whole = figures(fed(keys, values, monitor=2))
-        monkeypatch.setattr("kvarn_hf.monitor._CHUNK_ELEMENTS", 2 * BATCH * HEADS * 64 * DIM)
+        monkeypatch.setattr("kvarn_hf.monitor.log._CHUNK_ELEMENTS", 2 * BATCH * HEADS * 64 * DIM)
         assert_same_figures(figures(fed(keys, values, monitor=2)), whole)
 
     def test_broken_and_huge_tokens(self):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvarn_hf import KVarNCache, KVarNConfig, ops
-from kvarn_hf.reference.quantize import quantize_keys, quantize_values
-from kvarn_hf.tiles import PackedTiles
+from kvarn_hf.method.quantize import quantize_keys, quantize_values
+from kvarn_hf.state.tiles import PackedTiles
 
 CPU = torch.device("cpu")
 CUDA_0, CUDA_1 = torch.device("cuda", 0), torch.device("cuda", 1)

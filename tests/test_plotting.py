@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvarn_hf.bench_results import save
+from kvarn_hf.bench.results import save
+from kvarn_hf.method.errors import token_errors
 from kvarn_hf.plotting import errors, memory, tiles
 from kvarn_hf.plotting.style import figure, series_style, series_styles
-from kvarn_hf.token_errors import token_errors
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -7,8 +7,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvarn_hf import KVarNCache
 from kvarn_hf.evaluation.blocks import cache_argument
 from kvarn_hf.evaluation.caches import cache_spec
+from kvarn_hf.evaluation.pseudo_decode import PseudoDecodeResult, _compare, dense_reference, pseudo_decode
 from kvarn_hf.evaluation.states import RecordingCache, joined, store_instead, watch
-from kvarn_hf.pseudo_decode import PseudoDecodeResult, _compare, dense_reference, pseudo_decode
 
 
 @pytest.fixture(scope="module")

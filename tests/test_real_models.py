@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvarn_hf import KVarNCache, KVarNConfig
+from kvarn_hf.evaluation.pseudo_decode import dense_reference
 from kvarn_hf.models import load_model
-from kvarn_hf.pseudo_decode import dense_reference
 
 TOKENS = 1024
 TEXTS = {

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvarn_hf import KVarNCache, KVarNConfig, ops
-from kvarn_hf.reference import quantize as reference
-from kvarn_hf.reference.quantize import (
+from kvarn_hf.method import quantize as reference
+from kvarn_hf.method.quantize import (
     dequantize_keys,
     dequantize_values,
     key_prescale,
     quantize_keys,
     quantize_values,
 )
-from kvarn_hf.tiles import capacity_for
+from kvarn_hf.state.tiles import capacity_for
 
 SINK, TILE, RESIDUAL = 16, 64, 32
 SHAPES = ((2, 16, 24), (1, 24, 16))  # per layer: heads, head_dim of keys, head_dim of values

@@ -11,8 +11,9 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DynamicCache, JetMoeConfig
 
-from kvarn_hf import KVarNCache, KVarNConfig, static
-from kvarn_hf.static_layer import StaticKVarNLayer
+from kvarn_hf import KVarNCache, KVarNConfig
+from kvarn_hf.layers.fixed import StaticKVarNLayer
+from kvarn_hf.ops import steps as static
 from tests import models_tiny as tiny
 from tests import test_generate as modes
 
@@ -635,7 +636,7 @@ def test_an_interrupt_while_tiles_are_packed(layer, monkeypatch):
             raise KeyboardInterrupt
         put(*args)
 
-    monkeypatch.setattr("kvarn_hf.static.put", interrupted)
+    monkeypatch.setattr("kvarn_hf.ops.steps.put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tiny.forward(model, token, cache)
     monkeypatch.undo()

@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 import torch  # noqa: E402
 
-from kvarn_hf import bench_attention as bench  # noqa: E402
+from kvarn_hf.bench import attention as bench  # noqa: E402
 from kvarn_kernels.launch_table import Tuning  # noqa: E402
 
 PRESET = "kvarn_k4v2_g128"

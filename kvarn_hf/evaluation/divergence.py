@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvarn_hf.checks import whole
 from kvarn_hf.evaluation.caches import cache_spec, full_attention_layers
+from kvarn_hf.evaluation.pseudo_decode import HISTORIES, SKIP, DenseReference, dense_reference
 from kvarn_hf.evaluation.runner import Run, first_tokens
-from kvarn_hf.pseudo_decode import HISTORIES, SKIP, DenseReference, dense_reference
 
 KEY = ("text", "cache", "tokens", "stretches", "dtype", "history")
 POSITION_WIDTH = 256
@@ -39,7 +39,7 @@ def measure(
     lengths : sequence of int
         Tokens of a stretch.
     histories : sequence of str
-        See :meth:`~kvarn_hf.pseudo_decode.DenseReference.compare`.
+        See :meth:`~kvarn_hf.evaluation.pseudo_decode.DenseReference.compare`.
     batch : int
         Texts in one forward pass, with all their stretches.
     stretches : int

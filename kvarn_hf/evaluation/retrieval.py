@@ -13,8 +13,8 @@ from kvarn_hf.checks import text_of
 from kvarn_hf.evaluation.blocks import block_lengths, logits_in_blocks
 from kvarn_hf.evaluation.caches import CacheSpec, cache_spec
 from kvarn_hf.evaluation.prompts import Question, line_retrieval, needle
+from kvarn_hf.evaluation.pseudo_decode import BLOCK, HISTORIES
 from kvarn_hf.evaluation.runner import Run
-from kvarn_hf.pseudo_decode import BLOCK, HISTORIES
 
 KEY = ("task", "size", "samples", "seed", "cache", "dtype", "history")
 DEPTHS = tuple(i / 10 for i in range(11))

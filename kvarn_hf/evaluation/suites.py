@@ -13,9 +13,9 @@ from kvarn_hf.checks import whole
 from kvarn_hf.evaluation import divergence, retrieval, tasks, tensors
 from kvarn_hf.evaluation.caches import DEFAULT_CACHES, cache_spec
 from kvarn_hf.evaluation.prompts import MOST_LINES
+from kvarn_hf.evaluation.pseudo_decode import HISTORIES
 from kvarn_hf.evaluation.report import write_reports
 from kvarn_hf.evaluation.runner import Run
-from kvarn_hf.pseudo_decode import HISTORIES
 
 SUITES = ("pseudo-decode", "accumulation", "tensor", "retrieval", "tasks")
 

@@ -53,7 +53,7 @@ def measure(
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
 
-        from kvarn_hf.lm_eval import KVarNLM
+        from kvarn_hf.evaluation.harness import KVarNLM
     except ModuleNotFoundError as error:
         raise ValueError('the suite tasks needs lm-eval: pip install "kvarn-hf[eval]"') from error
     results = run.results("tasks", KEY)

@@ -13,9 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvarn_hf.attention import kvarn_attention, kvarn_mask
 from kvarn_hf.evaluation.blocks import block_lengths, logits_in_blocks
 from kvarn_hf.evaluation.caches import cache_spec, full_attention_layers
+from kvarn_hf.evaluation.pseudo_decode import BLOCK, HISTORIES
 from kvarn_hf.evaluation.runner import Run, first_tokens
 from kvarn_hf.evaluation.states import RecordingCache, States, joined, watch
-from kvarn_hf.pseudo_decode import BLOCK, HISTORIES
 
 KEY = ("text", "cache", "tokens", "dtype", "history")
 # Tokens that every cache has quantized: behind the sinks, and before the tail and the newest block.

@@ -128,7 +128,7 @@ def read_rows(folder: str | Path, benchmark: str) -> tuple[list[dict[str, Any]],
     Parameters
     ----------
     folder : str or Path
-        Where the files ``bench_<benchmark>*.json`` are: as :func:`kvarn_hf.bench_results.save` writes them, or a list
+        Where the files ``bench_<benchmark>*.json`` are: as :func:`kvarn_hf.bench.results.save` writes them, or a list
         of rows.
     benchmark : str
         ``"generate"`` or ``"attention"``.
@@ -153,7 +153,7 @@ def read_rows(folder: str | Path, benchmark: str) -> tuple[list[dict[str, Any]],
 
 
 def describe(measured_with: Mapping[str, str]) -> str:
-    """What :func:`kvarn_hf.bench_results.measured_with` returns, as a line."""
+    """What :func:`kvarn_hf.bench.results.measured_with` returns, as a line."""
     versions = [f"{name} {version}" for name, version in measured_with.items() if name != "gpu"]
     return ", ".join([measured_with["gpu"], *versions]) if measured_with else ""
 
@@ -164,7 +164,7 @@ def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
     Parameters
     ----------
     rows : sequence of mapping
-        As :func:`kvarn_hf.bench_generate.generate` returns them: ``cache``, ``batch``, ``context``, and ``step_ms`` in
+        As :func:`kvarn_hf.bench.generate.generate` returns them: ``cache``, ``batch``, ``context``, and ``step_ms`` in
         milliseconds (None for a run that failed, which is left out).
 
     Returns
@@ -202,7 +202,7 @@ def attention_times(rows: Sequence[Mapping[str, Any]]) -> Figure:
     Parameters
     ----------
     rows : sequence of mapping
-        As :func:`kvarn_hf.bench_attention.attention` returns them; times in microseconds.
+        As :func:`kvarn_hf.bench.attention.attention` returns them; times in microseconds.
 
     Returns
     -------

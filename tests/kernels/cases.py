@@ -6,9 +6,9 @@ import torch
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.reference import packing
-from kvarn_hf.reference import quantize as reference
-from kvarn_hf.tiles import PackedTiles
+from kvarn_hf.method import packing
+from kvarn_hf.method import quantize as reference
+from kvarn_hf.state.tiles import PackedTiles
 
 
 def tokens(shape, dtype=torch.float32, device="cpu", seed=0, outlier_channel=30.0):

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvarn_hf import ops, static
+from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.reference import packing
-from kvarn_hf.reference.attention import attention
-from kvarn_hf.state import LayerState
+from kvarn_hf.method import packing
+from kvarn_hf.method.attention import attention
+from kvarn_hf.ops import steps as static
+from kvarn_hf.state.layer_state import LayerState
 from tests.kernels import cases
 from tests.kernels import test_decode_attention as exact
 

@@ -9,8 +9,8 @@ import torch
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.reference.attention import attention
-from kvarn_hf.state import LayerState
+from kvarn_hf.method.attention import attention
+from kvarn_hf.state.layer_state import LayerState
 from tests.kernels import cases
 
 BITS = ((4, 2), (2, 2), (3, 2), (4, 4), (8, 4), (4, 3), (2, 8))

@@ -9,8 +9,8 @@ import torch
 
 from kvarn_hf import ops
 from kvarn_hf.config import METHODS, KVarNConfig
-from kvarn_hf.reference import quantize as reference
-from kvarn_hf.state import LayerState
+from kvarn_hf.method import quantize as reference
+from kvarn_hf.state.layer_state import LayerState
 from tests.kernels import cases
 
 BITS = ((4, 2), (2, 2), (3, 3), (8, 8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvarn_hf.reference.normalize import imbalance_trace as reference
+from kvarn_hf.method.normalize import imbalance_trace as reference
 from kvarn_kernels.imbalance import imbalance_trace
 from tests.kernels import cases
 

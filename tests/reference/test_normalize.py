@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvarn_hf.reference.normalize import variance_normalize, variance_normalize_published
+from kvarn_hf.method.normalize import variance_normalize, variance_normalize_published
 
 
 def gaussian(rows=24, columns=64, seed=0, uneven=0.0):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarn_hf.config import BIT_WIDTHS, TILE_SIZES
-from kvarn_hf.reference.packing import pack_keys, pack_values, unpack_keys, unpack_values
+from kvarn_hf.method.packing import pack_keys, pack_values, unpack_keys, unpack_values
 
 PLANES = {2: [(0, 2)], 3: [(0, 2), (2, 1)], 4: [(0, 4)], 8: [(0, 8)]}
 

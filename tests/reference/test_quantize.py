@@ -8,15 +8,15 @@ import torch
 
 from kvarn_hf import KVarNConfig
 from kvarn_hf.config import BIT_WIDTHS, METHODS
-from kvarn_hf.reference.packing import unpack_keys, unpack_values
-from kvarn_hf.reference.quantize import (
+from kvarn_hf.method.packing import unpack_keys, unpack_values
+from kvarn_hf.method.quantize import (
     dequantize_keys,
     dequantize_values,
     key_prescale,
     quantize_keys,
     quantize_values,
 )
-from kvarn_hf.reference.rotation import rotate
+from kvarn_hf.method.rotation import rotate
 
 # --- The method once more: one tile, float64, loops over rows. -------------------------------------------------------
 

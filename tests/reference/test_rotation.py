@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kvarn_hf.reference.rotation import hadamard, rotate, rotation_block
+from kvarn_hf.method.rotation import hadamard, rotate, rotation_block
 
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarn_hf.config import BIT_WIDTHS
-from kvarn_hf.reference.rounding import (
+from kvarn_hf.method.rounding import (
     CLIP_SEARCH,
     encode,
     full_range_grid,

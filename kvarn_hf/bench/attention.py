@@ -18,13 +18,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvarn_hf import bench_results
+from kvarn_hf.bench.results import save
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.reference import quantize as reference
-from kvarn_hf.reference.attention import attention as reference_attention
-from kvarn_hf.reference.quantize import Packed
-from kvarn_hf.reference.rounding import centre
-from kvarn_hf.tiles import PackedTiles
+from kvarn_hf.method import quantize as reference
+from kvarn_hf.method.attention import attention as reference_attention
+from kvarn_hf.method.quantize import Packed
+from kvarn_hf.method.rounding import centre
+from kvarn_hf.state.tiles import PackedTiles
 
 # More than three times the L2 cache of the largest GPUs of today.
 _COLD_BYTES = 200_000_000
@@ -337,7 +337,7 @@ def attention(
                 flush=True,
             )
             if out is not None:
-                bench_results.save(results, "attention", out)
+                save(results, "attention", out)
             del first, dequantize_and_attend
             torch.cuda.empty_cache()
     return results

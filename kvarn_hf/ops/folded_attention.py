@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvarn_hf.reference.quantize import Packed, key_codes, value_codes
-from kvarn_hf.reference.rotation import rotate
+from kvarn_hf.method.quantize import Packed, key_codes, value_codes
+from kvarn_hf.method.rotation import rotate
 
 if TYPE_CHECKING:
-    from kvarn_hf.state import LayerState
+    from kvarn_hf.state.layer_state import LayerState
 
 # Codes unpacked at a time, as float32: what fits a core's cache.
 _CHUNK_ELEMENTS = 1 << 18

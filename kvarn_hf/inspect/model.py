@@ -10,8 +10,8 @@ import torch
 
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.inspect_layers import LayerInspection, Progress, first_quantized_read, inspect_layers
-from kvarn_hf.pseudo_decode import dense_reference
+from kvarn_hf.evaluation.pseudo_decode import dense_reference
+from kvarn_hf.inspect.layers import LayerInspection, Progress, first_quantized_read, inspect_layers
 
 # How many of the worst layers are left dense, in turn: first to show what it brings, then only where it is needed.
 _SHOWN_SKIPS = (1, 2, 4)

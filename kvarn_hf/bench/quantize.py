@@ -10,12 +10,12 @@ from rich.table import Table
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layer import KVarNLayer
-from kvarn_hf.reference import packing
-from kvarn_hf.reference import quantize as reference
-from kvarn_hf.reference.quantize import Packed
-from kvarn_hf.state import LayerState
-from kvarn_hf.tiles import PackedTiles
+from kvarn_hf.layers.growing import KVarNLayer
+from kvarn_hf.method import packing
+from kvarn_hf.method import quantize as reference
+from kvarn_hf.method.quantize import Packed
+from kvarn_hf.state.layer_state import LayerState
+from kvarn_hf.state.tiles import PackedTiles
 
 _LAYERS = 36
 _COPY_BYTES = 1 << 30

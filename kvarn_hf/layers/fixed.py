@@ -1,7 +1,7 @@
 """A layer with room for a fixed number of tokens, whose decode step can be compiled into one CUDA graph.
 
-A step of one token runs the operators of :mod:`kvarn_hf.static`, which need nothing from the host. Everything else (a
-prefill, cropping, reordering, saving) takes the layer's state as a value, changes that, and puts it back.
+A step of one token runs the operators of :mod:`kvarn_hf.ops.steps`, which need nothing from the host. Everything else
+(a prefill, cropping, reordering, saving) takes the layer's state as a value, changes that, and puts it back.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import StaticLayer
 
-from kvarn_hf import static
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layer import KVarNLayer
-from kvarn_hf.lazy import LazyStates, reads_lazily
-from kvarn_hf.state import LayerState
-from kvarn_hf.static_reading import StaticReading, TracedStates
+from kvarn_hf.layers.growing import KVarNLayer
+from kvarn_hf.layers.lazy import LazyStates, reads_lazily
+from kvarn_hf.layers.static_reading import StaticReading, TracedStates
+from kvarn_hf.ops import steps as static
+from kvarn_hf.state.layer_state import LayerState
 
 
 class Group:
@@ -44,7 +44,7 @@ class Group:
 class Progress:
     """What the static layers of a cache have in common: lengths, room, and the config of the model they serve.
 
-    The lengths of all are in one tensor ``[layers, 4]`` on every device that holds some; see :mod:`kvarn_hf.static`.
+    The lengths of all are in one tensor ``[layers, 4]`` on every device that holds some; see :mod:`kvarn_hf.ops.steps`.
     Compiled code compares at every step whatever it asked for, so it asks here and not in each layer.
     """
 
@@ -130,13 +130,13 @@ class Progress:
 
 
 class StaticKVarNLayer(KVarNLayer):
-    """Like :class:`~kvarn_hf.layer.KVarNLayer`, with storage that is allocated once.
+    """Like :class:`~kvarn_hf.layers.growing.KVarNLayer`, with storage that is allocated once.
 
     Parameters
     ----------
     config : KVarNConfig
     latent_dims : tuple of int, optional
-        See :class:`~kvarn_hf.layer.KVarNLayer`.
+        See :class:`~kvarn_hf.layers.growing.KVarNLayer`.
     row : int
         Which of the cache's layers this is.
     progress : Progress

@@ -14,13 +14,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvarn_hf.checks import torch_device
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layer import KVarNLayer
-from kvarn_hf.monitor import Monitor, TileLog
-from kvarn_hf.padding import LeftPadding
-from kvarn_hf.reference.quantize import Packed
-from kvarn_hf.state import DenseTokens, LayerState
-from kvarn_hf.static_layer import StaticDenseLayer
-from kvarn_hf.tiles import PackedTiles
+from kvarn_hf.layers.fixed import StaticDenseLayer
+from kvarn_hf.layers.growing import KVarNLayer
+from kvarn_hf.method.quantize import Packed
+from kvarn_hf.monitor.log import Monitor, TileLog
+from kvarn_hf.state.layer_state import DenseTokens, LayerState
+from kvarn_hf.state.padding import LeftPadding
+from kvarn_hf.state.tiles import PackedTiles
 
 if TYPE_CHECKING:
     from kvarn_hf.cache import KVarNCache

@@ -15,8 +15,8 @@ import torch
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.padding import LeftPadding, gather_tokens
-from kvarn_hf.tiles import PackedTiles
+from kvarn_hf.state.padding import LeftPadding, gather_tokens
+from kvarn_hf.state.tiles import PackedTiles
 
 # Dense buffers grow by this many tokens, so that most decode steps append in place.
 _GRANULE = 32

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvarn_hf.inspect_layers import LARGE_CHANNEL, VARYING_CHANNEL, LayerInspection
-from kvarn_hf.inspect_model import Inspection, Trial
+from kvarn_hf.inspect.layers import LARGE_CHANNEL, VARYING_CHANNEL, LayerInspection
+from kvarn_hf.inspect.model import Inspection, Trial
 
 _OUTPUT_ERROR = "error of the attention output / %"
 _LISTED_TOKENS = 5

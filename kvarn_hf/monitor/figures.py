@@ -9,11 +9,11 @@ import torch
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.reference.quantize import Packed, dequantize_keys, dequantize_values, rotated_tile
-from kvarn_hf.token_errors import token_errors
+from kvarn_hf.method.errors import token_errors
+from kvarn_hf.method.quantize import Packed, dequantize_keys, dequantize_values, rotated_tile
 
 if TYPE_CHECKING:
-    from kvarn_hf.state import LayerState
+    from kvarn_hf.state.layer_state import LayerState
 
 SIDES = ("keys", "values")
 FIGURES = (

@@ -10,9 +10,9 @@ from transformers.cache_utils import DynamicLayer
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.lazy import LazyStates, Reading
-from kvarn_hf.monitor import TileLog
-from kvarn_hf.state import LayerState
+from kvarn_hf.layers.lazy import LazyStates, Reading
+from kvarn_hf.monitor.log import TileLog
+from kvarn_hf.state.layer_state import LayerState
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Latent attention caches the rotary part of its keys in the place of the values: too precious for two bits.
@@ -72,7 +72,7 @@ class KVarNLayer(DynamicLayer):
             embedding. The two head_dims may differ.
         lazy : bool
             Where attention can do without dense tensors, return some that are dequantized only when touched (see
-            :mod:`kvarn_hf.lazy`).
+            :mod:`kvarn_hf.layers.lazy`).
 
         Returns
         -------

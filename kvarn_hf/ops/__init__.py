@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.padding import gather_tokens
-from kvarn_hf.reference import folded_attention, normalize
-from kvarn_hf.reference import quantize as reference
-from kvarn_hf.reference.quantize import Packed
+from kvarn_hf.method import normalize
+from kvarn_hf.method import quantize as reference
+from kvarn_hf.method.quantize import Packed
+from kvarn_hf.ops import folded_attention
+from kvarn_hf.state.padding import gather_tokens
 
 if TYPE_CHECKING:
-    from kvarn_hf.state import LayerState
-    from kvarn_hf.tiles import PackedTiles
+    from kvarn_hf.state.layer_state import LayerState
+    from kvarn_hf.state.tiles import PackedTiles
 
 # The torch path works on this many elements at a time, so that its temporaries stay in a CPU's cache or small on a GPU.
 _CHUNK_ELEMENTS = 1 << 21
@@ -36,12 +37,12 @@ def uses_kernels(device: torch.device) -> bool:
 
 
 def key_prescale(window: torch.Tensor) -> torch.Tensor:
-    """See :func:`kvarn_hf.reference.quantize.key_prescale`."""
+    """See :func:`kvarn_hf.method.quantize.key_prescale`."""
     return reference.key_prescale(window)
 
 
 def imbalance_trace(tile: torch.Tensor, iterations: int, *, relative: bool) -> torch.Tensor:
-    """See :func:`kvarn_hf.reference.normalize.imbalance_trace`."""
+    """See :func:`kvarn_hf.method.normalize.imbalance_trace`."""
     if uses_kernels(tile.device):
         from kvarn_kernels import imbalance
 

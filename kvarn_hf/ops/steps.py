@@ -16,11 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layer import check_like
-from kvarn_hf.padding import LeftPadding
-from kvarn_hf.reference.quantize import Packed
-from kvarn_hf.state import DenseTokens, LayerState
-from kvarn_hf.tiles import PackedTiles
+from kvarn_hf.layers.growing import check_like
+from kvarn_hf.method.quantize import Packed
+from kvarn_hf.state.layer_state import DenseTokens, LayerState
+from kvarn_hf.state.padding import LeftPadding
+from kvarn_hf.state.tiles import PackedTiles
 
 _ALIGNMENT = 256
 
@@ -463,7 +463,7 @@ def _exact(
         groups = query.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling).transpose(1, 2)
-    from kvarn_hf.reference.attention import attention
+    from kvarn_hf.method.attention import attention
 
     return attention(
         query,

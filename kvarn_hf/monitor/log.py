@@ -18,12 +18,12 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from kvarn_hf.tile_figures import FIGURES, SIDES, PackedTokens, figures_of
-from kvarn_hf.tiles import capacity_for
+from kvarn_hf.monitor.figures import FIGURES, SIDES, PackedTokens, figures_of
+from kvarn_hf.state.tiles import capacity_for
 
 if TYPE_CHECKING:
     from kvarn_hf.config import KVarNConfig
-    from kvarn_hf.state import LayerState
+    from kvarn_hf.state.layer_state import LayerState
 
 # With fewer tiles a layer has no history to be far from.
 _SHORTEST_HISTORY = 8

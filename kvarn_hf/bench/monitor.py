@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvarn_hf import bench_results
-from kvarn_hf.bench_generate import decode, fill_kvarn, random_model
+from kvarn_hf.bench.generate import decode, fill_kvarn, random_model
+from kvarn_hf.bench.results import save
 from kvarn_hf.cache import KVarNCache
 
 _TURN = 16  # tokens
@@ -35,7 +35,7 @@ def monitor(
     Parameters
     ----------
     shape : str
-        A key of :data:`kvarn_hf.bench_generate.SHAPES`.
+        A key of :data:`kvarn_hf.bench.generate.SHAPES`.
     contexts, batches : sequence of int
         Tokens in the cache, cut to whole tiles, and rows.
     segments : int
@@ -61,7 +61,7 @@ def monitor(
             for context in contexts:
                 rows += _compare(model, batch, context, segments)
                 if out is not None:
-                    bench_results.save(rows, "monitor", out)
+                    save(rows, "monitor", out)
     _show(rows, shape)
     return rows
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.reference import packing
-from kvarn_hf.reference.normalize import variance_normalize, variance_normalize_published
-from kvarn_hf.reference.rotation import rotate
-from kvarn_hf.reference.rounding import (
+from kvarn_hf.method import packing
+from kvarn_hf.method.normalize import variance_normalize, variance_normalize_published
+from kvarn_hf.method.rotation import rotate
+from kvarn_hf.method.rounding import (
     centre,
     encode,
     full_range_grid,
@@ -38,7 +38,7 @@ class Packed(NamedTuple):
     """Quantized keys or values of any number of tiles.
 
     ``codes`` uint8, ``[..., tile_size * bits / 8, head_dim]`` for keys and ``[..., head_dim * bits / 8, tile_size]``
-    for values (see :mod:`kvarn_hf.reference.packing`); ``channel_scale`` ``[..., head_dim]``; ``token_scale``
+    for values (see :mod:`kvarn_hf.method.packing`); ``channel_scale`` ``[..., head_dim]``; ``token_scale``
     ``[..., tile_size]``; ``zero_point`` per channel for keys, per token for values. All but the codes are float16.
     """
 

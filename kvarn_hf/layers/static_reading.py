@@ -12,14 +12,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
-from kvarn_hf import static
-from kvarn_hf.lazy import attend_lazily, repetition
+from kvarn_hf.layers.lazy import attend_lazily, repetition
+from kvarn_hf.ops import steps as static
 
 
 class StaticReading:
-    """What attention reads in one step of a static layer; the counterpart of :class:`kvarn_hf.lazy.Reading`.
+    """What attention reads in one step of a static layer; the counterpart of :class:`kvarn_hf.layers.lazy.Reading`.
 
-    ``layout`` is a :attr:`kvarn_hf.static.Layout.text`, ``shapes`` are those of the dense keys and values, and
+    ``layout`` is a :attr:`kvarn_hf.ops.steps.Layout.text`, ``shapes`` are those of the dense keys and values, and
     ``counts`` is the layer's ``{"fused": n, "dequantized": n}``; None in compiled code, which would be compiled again
     for every other number. ``token`` is the newest key and value, ``[batch, heads, 1, head_dim]``. If they are not
     ``written``, what reads first writes them. Attention does that without a launch more, and at no cost if they are.
@@ -96,7 +96,7 @@ class StaticReading:
 
 
 class TracedStates:
-    """:class:`~kvarn_hf.lazy.LazyStates` for compiled code, which takes objects but no tensors without data."""
+    """:class:`~kvarn_hf.layers.lazy.LazyStates` for compiled code, which takes objects but no tensors without data."""
 
     def __init__(self, reading: StaticReading, is_value: bool, repeats: int = 1, grouped: bool = False) -> None:
         self.reading, self.is_value, self.repeats, self.grouped = reading, is_value, repeats, grouped

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from kvarn_hf.state import LayerState
+    from kvarn_hf.state.layer_state import LayerState
 
 
 @dataclass(frozen=True)

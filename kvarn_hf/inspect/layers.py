@@ -19,7 +19,7 @@ from kvarn_hf import ops
 from kvarn_hf.attention import kvarn_attention
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layer import KVarNLayer
+from kvarn_hf.layers.growing import KVarNLayer
 
 # A channel this many times as large as its head's median channel is an outlier: keys of models without a bias stay
 # below 14, key biases reach 20 to 100. So is one that varies this many times as much: the pre-scale is then full.

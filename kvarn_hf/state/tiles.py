@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.reference.quantize import Packed
+from kvarn_hf.method.quantize import Packed
 
 
 def capacity_for(count: int) -> int:

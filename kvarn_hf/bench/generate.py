@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import StaticCache
 
-from kvarn_hf import bench_results
+from kvarn_hf.bench.results import save
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.evaluation.caches import cache_spec
 
@@ -203,7 +203,7 @@ def generate(
                     rows.append(_time(model, name, batch, context, new_tokens))
                     console.print(_line(rows[-1]))
                     if out is not None:
-                        bench_results.save([asdict(row) for row in rows], "generate", out)
+                        save([asdict(row) for row in rows], "generate", out)
                     progress.advance(task)
     console.print(_table(rows, shape))
     return [asdict(row) for row in rows]

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 
 from kvarn_hf import ops
-from kvarn_hf.state import LayerState
+from kvarn_hf.state.layer_state import LayerState
 
 # Attention implementations of Transformers that read them, or at least touch them as tensors.
 reads_lazily = ("sdpa", "kvarn")

@@ -1,0 +1,1 @@
+"""Measures on this machine's GPU: ``kvarn bench``."""

@@ -1,0 +1,1 @@
+"""Judges a model's layers for quantization: ``kvarn inspect``."""

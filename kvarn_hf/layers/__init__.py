@@ -1,0 +1,1 @@
+"""Transformers' cache layers: growing and of fixed size."""

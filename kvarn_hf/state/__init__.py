@@ -1,0 +1,1 @@
+"""What a layer holds, as values: no device is asked, nothing is computed."""
