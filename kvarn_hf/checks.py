@@ -64,3 +64,16 @@ def torch_device(device: torch.device | str) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= gpus:
         raise ValueError(f"device must be one of this machine's {gpus} GPUs or cpu, got {str(device)!r}")
     return chosen
+
+
+def check_like(
+    name: str, new: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse new tokens that are not like those held: ``shape`` is ``(batch, heads, head_dim)``."""
+    if (new.shape[0], new.shape[1], new.shape[3]) != shape:
+        expected = [shape[0], shape[1], "any", shape[2]]
+        raise ValueError(f"{name} must have shape {expected} like the tokens held, got {list(new.shape)}")
+    if new.dtype != dtype:
+        raise ValueError(f"{name} must have dtype {dtype} like the tokens held, got {new.dtype}")
+    if new.device != device:
+        raise ValueError(f"{name} must be on {device} like the tokens held, got {new.device}")

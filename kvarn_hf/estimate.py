@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from kvarn_hf.cache import KVarNCache, tensors_in
+from kvarn_hf.cache import KVarNCache
 from kvarn_hf.checks import whole
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layers.growing import KVarNLayer
-from kvarn_hf.state.layer_state import DenseTokens, LayerState
+from kvarn_hf.layers.stock import tensors_in
+from kvarn_hf.state.dense import DenseTokens
+from kvarn_hf.state.layer_state import LayerState
 from kvarn_hf.state.padding import LeftPadding
 from kvarn_hf.state.tiles import PackedTiles
 
@@ -364,7 +366,7 @@ class _Group:
         """Of all the layers, with ``length`` tokens in each row."""
         linear = batch * self.shape.linear_bytes
         if isinstance(self.fresh, KVarNLayer) and self.shape.heads:
-            return self.count * _size(self._packed(length, batch).tensors)
+            return self.count * _size(self._packed(length, batch).parts.values())
         layer = copy.copy(self.fresh)
         if self.shape.heads:
             steps = (length - 1, 1) if decoding and length > 1 else (length,)
@@ -387,7 +389,7 @@ class _Group:
             config = self._settings()
             longest = config.sink_length + config.residual_length + 2 * config.tile_size - 1
             state = self._packed(longest, batch)
-            return self.count * (_size(state.tensors) - _size(state.tiles.tensors))
+            return self.count * (_size(state.parts.values()) - _size(state.tiles.parts.values()))
         if self.kind == "dense":
             return 0
         if isinstance(self.fresh, DynamicLayer) and self.fresh.is_sliding:
@@ -418,7 +420,7 @@ class _Group:
             DenseTokens.copied(keys, values),
             tiles.truncated(count),
             prescale if count else None,
-            LeftPadding.begin(keys, values) if count and batch > 1 else None,
+            LeftPadding.begin(DenseTokens.of(keys, values)) if count and batch > 1 else None,
         )
 
 

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from kvarn_hf import KVarNCache, KVarNConfig, ops
-from kvarn_hf.layers.lazy import LazyStates
+from kvarn_hf.layers.reading import LazyStates
 
 CONFIG = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
 LENGTH = 210

@@ -280,7 +280,7 @@ class TestSameCache:
         values[0, :, :100], keys[0, :, :100] = values[0, :, :1].clone(), keys[0, :, :1].clone()
         cache = fed(keys, values, layers=1)
         before = cache.layers[0].state.appended(*kv(70, seed=1))
-        after = before.committed()
+        after = ops.commit(before)
         assert after.count > before.count and after.padding is not None
         with NoHost():
             cache.layers[0].log.observe(before, after)
@@ -295,7 +295,7 @@ class TestSameCache:
         cache = fed(keys[:, :, :300].cuda(), values[:, :, :300].cuda(), layers=1, config=config)
         log = cache.layers[0].log
         before = cache.layers[0].state.appended(keys[:, :, 300:].cuda(), values[:, :, 300:].cuda())
-        after = before.committed()
+        after = ops.commit(before)
         assert after.count == 6 > before.count
         log.observe(before, after)  # the first time loads what it needs
         torch.cuda.synchronize()

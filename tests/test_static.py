@@ -607,7 +607,7 @@ def test_keys_of_a_step_that_failed_change_nothing():
     token = torch.randn(batch, heads, 1, dim)
 
     class Attention(torch.nn.Module):
-        config = cache._progress.model_config
+        config = cache._shared.model_config
 
         def forward(self):
             return cache.update(token, token, 0)
@@ -666,7 +666,7 @@ def test_prompts_with_and_without_padding_in_turn_find_their_tables_again():
         cache.reset()
         batch = tiny.left_padded(lengths)
         generate(model, cache, batch["input_ids"], 1, batch["attention_mask"])
-        (group,) = cache._progress.groups["cpu"].values()
+        (group,) = cache._shared.groups["cpu"].values()
         assert group.members()[1] == [0, 1]
         tables.append(group.table.data_ptr())
     assert tables[:2] == tables[2:] and tables[0] != tables[1]

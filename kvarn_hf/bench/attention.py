@@ -101,7 +101,7 @@ class Inputs:
     def packed_bytes(self) -> int:
         """Bytes that one call must read."""
         used = self.tiles.count / self.tiles.capacity
-        packed = sum(t.numel() * t.element_size() for t in self.tiles.tensors) * used
+        packed = sum(t.numel() * t.element_size() for t in self.tiles.parts.values()) * used
         return int(packed) + 2 * (self.dense_keys.numel() + self.dense_values.numel())
 
     def attend(self, **options: Any) -> torch.Tensor:

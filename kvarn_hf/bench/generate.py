@@ -18,6 +18,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import StaticCache
 
+from kvarn_hf import ops
 from kvarn_hf.bench.results import save
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.evaluation.caches import cache_spec
@@ -65,7 +66,7 @@ def fill_kvarn(cache: Any, model: Any, batch: int, context: int) -> None:
             if start == 0:
                 layer.update(*states)
             else:
-                layer.state = layer.state.appended(*states).committed()
+                layer.replace(ops.commit(layer.snapshot().appended(*states)))
 
 
 def _fill_one_layer(cache: Any, model: Any, batch: int, context: int) -> None:

@@ -122,7 +122,7 @@ def _differing_codes(keys: torch.Tensor, values: torch.Tensor, config: KVarNConf
 
 
 def _dequantizing(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> dict[str, float]:
-    state = LayerState.empty(config, keys, values).appended(keys, values).committed()
+    state = ops.commit(LayerState.empty(config, keys, values).appended(keys, values))
     sink, tail, tiles = config.sink_length, state.tail_start, state.tiles
     if not tiles.count:
         raise RuntimeError(

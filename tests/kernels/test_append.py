@@ -26,7 +26,7 @@ class Layer:
     def __init__(self, config, keys, values, most, by_kernels):
         self.by_kernels = by_kernels
         with self.path():
-            state = LayerState.empty(config, keys, values).appended(keys, values).committed()
+            state = ops.commit(LayerState.empty(config, keys, values).appended(keys, values))
             padding = static.padding_of(state)
             padded = padding is not None and bool((padding.length > 0).any())
             self.layout = static.Layout.of(config, keys, values, most)._replace(padded=int(padded))

@@ -25,7 +25,7 @@ def make_state(config, device, dtype, shape=(2, 2), tiles=3, extra=5, key_dim=64
         keys[row, :, :pad], values[row, :, :pad] = keys[row, :, :1], values[row, :, :1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "uses_kernels", lambda device: False)
-        state = LayerState.empty(config, keys, values).appended(keys, values).committed()
+        state = ops.commit(LayerState.empty(config, keys, values).appended(keys, values))
     assert state.count == tiles
     return state
 
@@ -186,7 +186,7 @@ def test_a_padded_row_gives_what_it_gives_alone(device):
         padded.append(torch.cat([torch.cat([x[:, :, :1].expand(-1, -1, pad, -1) * 0 + 2, x], 2), other]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "uses_kernels", lambda device: False)
-        both = LayerState.empty(config, *padded).appended(*padded).committed()
+        both = ops.commit(LayerState.empty(config, *padded).appended(*padded))
     query = make_query(alone, heads=4)
     mask = torch.ones(2, 1, 1, length + pad, dtype=torch.bool, device=device)
     mask[0, :, :, :pad] = False

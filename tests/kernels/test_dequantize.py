@@ -22,7 +22,7 @@ def state_of(keys, values, config, indices=None):
     """The tokens in a layer's state, quantized by the torch path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "uses_kernels", lambda device: False)
-        state = LayerState.empty(config, keys, values).appended(keys, values).committed()
+        state = ops.commit(LayerState.empty(config, keys, values).appended(keys, values))
     return state if indices is None else state.index_select(torch.tensor(indices, device=keys.device))
 
 
