@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 
 from kvarn_hf.evaluation.suites import evaluate
 
-TASKS = Path(__file__).parents[1] / "eval" / "tasks"
+TASKS = Path(__file__).parents[2] / "eval" / "tasks"
 NAMES = sorted(line.split()[1] for file in TASKS.glob("*.yaml") for line in file.open() if line.startswith("task: k"))
 
 

@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from kvarn_hf.lm_eval import KVarNLM
 
-TASKS = Path(__file__).parent.parent / "eval" / "tasks"
+TASKS = Path(__file__).parents[2] / "eval" / "tasks"
 # Tiles of 64 behind 64 sinks: a row of 192 tokens has its first one.
 SMALL = {"sink_length": 64, "residual_length": 64, "block": 64}
 

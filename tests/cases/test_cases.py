@@ -428,7 +428,7 @@ def test_17_works_without_triton():
         "assert cache.report()['tiles'] == 3 and keys.shape == values.shape == (1, 2, 641, 64)\n"
         "assert 'kvarn_kernels' not in sys.modules\n"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 

@@ -13,7 +13,7 @@ from kvarn_hf.method.errors import token_errors
 from kvarn_hf.plotting import errors, memory, tiles
 from kvarn_hf.plotting.style import figure, series_style, series_styles
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GIB = 2**30
 
 

@@ -15,7 +15,7 @@ from kvarn_hf import KVarNCache, KVarNConfig
 from kvarn_hf.layers.fixed import StaticKVarNLayer
 from kvarn_hf.ops import steps as static
 from tests import models_tiny as tiny
-from tests import test_generate as modes
+from tests.generate import test_generate as modes
 
 SMALL = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
 

@@ -24,7 +24,7 @@ from tests.storage import held_bytes, held_storages
 
 SMALL = KVarNConfig(tile_size=64, sink_length=16, residual_length=16)
 HEADS, DIM = 2, 32
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def kv(batch: int, length: int, *, heads=HEADS, key_dim=DIM, value_dim=None, dtype=torch.float32, seed=0):
