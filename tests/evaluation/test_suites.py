@@ -1,54 +1,21 @@
 """``kvarn eval``: what the suites measure, that they go on where they stopped, and what they write."""
 
 import json
-import random
 import types
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from kvarn_hf import KVarNCache
 from kvarn_hf.cli import app
-from kvarn_hf.evaluation import retrieval, tensors
-from kvarn_hf.evaluation.blocks import cache_argument
 from kvarn_hf.evaluation.caches import cache_spec
-from kvarn_hf.evaluation.prompts import line_retrieval, needle
 from kvarn_hf.evaluation.pseudo_decode import pseudo_decode
 from kvarn_hf.evaluation.report import over_texts
 from kvarn_hf.evaluation.results import ResultFile
 from kvarn_hf.evaluation.runner import first_tokens
 from kvarn_hf.evaluation.suites import evaluate
-from tests.models_lettered import CHARACTERS, save_lettered_model
-
-CACHES = ["kvarn_k2v2_g128", "rtn_k2v2_g128"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_lettered_model(tmp_path_factory.mktemp("models") / "lettered")
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    paths = []
-    for name in ("first", "second"):
-        path = tmp_path_factory.mktemp("texts") / f"{name}.txt"
-        path.write_text("".join(random.Random(name).choices(CHARACTERS, k=1000)))
-        paths.append(path)
-    return paths
-
-
-@pytest.fixture(scope="module")
-def loaded(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
-        folder
-    )
-
-
-def records(out, suite):
-    return json.loads((out / f"{suite}_lettered.json").read_text())["results"]
+from tests.evaluation.common import CACHES, records
 
 
 def test_pseudo_decode_writes_what_is_measured(folder, texts, loaded, tmp_path):
@@ -127,80 +94,6 @@ def test_accumulation_has_both_histories_by_position(folder, texts, tmp_path):
     assert (tmp_path / "accumulation_lettered.png").stat().st_size > 1000
 
 
-def test_vector_errors_are_those_of_equation_3():
-    torch.manual_seed(0)
-    exact = torch.randn(2, 3, 50, 8, dtype=torch.float64)
-    read = exact * (1 + 0.1 * torch.randn(2, 3, 50, 1)) + 0.05 * torch.randn(2, 3, 50, 8)
-    found = tensors.vector_errors(exact, read)
-    norm, norm_read = exact.norm(dim=-1), read.norm(dim=-1)
-    cosine = torch.nn.functional.cosine_similarity(exact, read, dim=-1)
-    magnitude = norm.square() + norm_read.square() - 2 * norm * norm_read
-    direction = 2 * norm * norm_read * (1 - cosine)
-    error = (exact - read).square().sum(-1)
-    torch.testing.assert_close(magnitude + direction, error)
-    for row in range(2):
-        total, worst = error[row].sum(), error[row].flatten().topk(round(0.05 * 150))
-        expected = {
-            "relative_error": (total / exact[row].square().sum()).sqrt(),
-            "magnitude_share": magnitude[row].sum() / total,
-            "worst_magnitude_share": magnitude[row].flatten()[worst.indices].sum() / worst.values.sum(),
-            "worst_error_share": worst.values.sum() / total,
-            "norm_error": (norm_read[row] / norm[row] - 1).abs().mean(),
-            "norm_error_p999": (norm_read[row] / norm[row] - 1).abs().max(),
-        }
-        assert {name: value[row].item() for name, value in found.items()} == pytest.approx(
-            {name: value.item() for name, value in expected.items()}, rel=1e-3
-        )
-
-
-def test_a_pure_magnitude_error_is_all_magnitude():
-    exact = torch.randn(1, 2, 100, 16)
-    assert tensors.vector_errors(exact, 1.1 * exact)["magnitude_share"].item() == pytest.approx(1, abs=1e-3)
-    turned = torch.randn(1, 2, 100, 16)
-    turned *= exact.norm(dim=-1, keepdim=True) / turned.norm(dim=-1, keepdim=True)
-    assert tensors.vector_errors(exact, turned)["magnitude_share"].item() < 1e-6
-
-
-def test_tensor_errors_are_those_of_the_cache(loaded, texts):
-    model, tokenizer = loaded
-    ids = tokenizer(texts[0].read_text(), return_tensors="pt").input_ids[:, :768]
-    before = model.config._attn_implementation
-    with torch.inference_mode():
-        dense = tensors.DenseStates(model, ids)
-        assert model.config._attn_implementation == before
-        exact = dense.compare({layer: tensors.joined(dense.states, layer) for layer in dense.layers})[0]
-        assert max(exact["attention_error"]) == 0 and max(exact["key_relative_error"]) == 0
-        cache = KVarNCache(model.config, CACHES[0])
-        read = dense.read(model, cache, "static")
-        found = dense.compare(read)[0]
-        again = dense.compare(dense.read(model, KVarNCache(model.config, CACHES[0]), "accumulated"))[0]
-    keys, _ = tensors.joined(dense.states, 1)
-    held = slice(128, 768 - 256)
-    got = cache.layers[1].keys[:, :, held]
-    expected = ((got - keys[:, :, held]).norm() / keys[:, :, held].norm()).item()
-    assert found["key_relative_error"][1] == pytest.approx(expected, rel=1e-4) and expected > 0.01
-    assert again["key_relative_error"][0] == pytest.approx(found["key_relative_error"][0], rel=1e-3)
-    assert again["attention_error"][1] != found["attention_error"][1]
-
-
-def test_attention_error_is_that_of_the_model(loaded):
-    torch.manual_seed(0)
-    keys, values, query = torch.randn(1, 1, 20, 32), torch.randn(1, 1, 20, 32), torch.randn(1, 2, 4, 32)
-    wrong = values.clone()
-    wrong[:, :, -1] += 1  # only the newest token may look at the newest value
-    error = tensors.attention_error(query, None, (keys, values), (keys, wrong))
-    scores = (query[:, :, -1:] @ keys.mT / 32**0.5).softmax(-1)
-    change = scores[..., -1:].expand(1, 2, 1, 32)
-    full = torch.cat(
-        [
-            (query[:, :, i : i + 1] @ keys[:, :, : 17 + i].mT / 32**0.5).softmax(-1) @ values[:, :, : 17 + i]
-            for i in range(4)
-        ],
-        2,
-    )
-    assert error.item() == pytest.approx((change.norm() / full.norm()).item(), rel=1e-4)
-
-
 def test_the_tensor_suite_writes_layers_and_a_figure(folder, texts, tmp_path):
     evaluate("tensor", [str(folder)], caches=CACHES, texts=texts, lengths=[640], batch=2, device="cpu", out=tmp_path)
     found = records(tmp_path, "tensor")
@@ -208,51 +101,6 @@ def test_the_tensor_suite_writes_layers_and_a_figure(folder, texts, tmp_path):
     assert all(r["layers"] == [0, 1] and len(r["attention_error"]) == 2 for r in found)
     assert "| `kvarn_k2v2_g128` |" in (tmp_path / "tensor.md").read_text()
     assert (tmp_path / "tensor_lettered.png").stat().st_size > 1000
-
-
-def test_questions_hold_their_answers():
-    for question in line_retrieval(30, 5, seed=1):
-        name = question.opening.split()[1].removesuffix(":")
-        assert question.prompt.count(f"line {name}: REGISTER_CONTENT is <{question.answer}>") == 1
-        assert question.prompt.count("REGISTER_CONTENT is <") == 30 and len(question.answer) == 5
-        assert question.prompt.endswith(f"line {name}?")
-    assert line_retrieval(30, 2, seed=1) == line_retrieval(30, 5, seed=1)[:2] != line_retrieval(30, 2, seed=2)
-    haystack = "a line\n" * 10
-    for depth, question in zip((0.0, 0.5, 1.0), needle(haystack, (0, 0.5, 1), 1, seed=0), strict=True):
-        sentence = f"{question.opening}{question.answer}>.\n"
-        assert question.prompt.index(sentence) == round(depth * 10) * len("a line\n")
-
-
-@pytest.mark.parametrize("history", ["static", "accumulated"])
-def test_an_answer_is_right_exactly_if_greedy_decoding_gives_it(loaded, history):
-    model, _ = loaded
-    spec = cache_spec("kvarn_k2v2_g128")
-    for length in (500, 420, 300):
-        ids = torch.randint(2, 70, (1, length), generator=torch.Generator().manual_seed(length))
-        cache = spec.make(model)
-        with torch.inference_mode():
-            for part in ids[:, :-1].split(length if history == "static" else 128, 1):
-                model(part, **{cache_argument(model): cache})
-        options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 1}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **{cache_argument(model): cache}, **options)
-        for change, expected in (([0] * 5, True), ([0, 0, 0, 0, 1], False), ([1, 0, 0, 0, 0], False)):
-            answers = (out[:, length:] + torch.tensor(change)) % 72
-            whole = torch.cat([ids, answers], 1)
-            encoded = retrieval.Encoded(whole, torch.ones_like(whole), answers)
-            right, log_likelihood = retrieval.ask(model, encoded, spec.make(model), history)
-            assert right.tolist() == [expected] and log_likelihood.item() < 0
-
-
-def test_padded_questions_are_answered_as_alone(loaded):
-    model, tokenizer = loaded
-    questions = line_retrieval(3, 2, seed=0) + line_retrieval(5, 2, seed=0)
-    together = retrieval.Encoded.of(tokenizer, questions, model.device)
-    assert (together.attention_mask == 0).any()
-    _, batched = retrieval.ask(model, together, cache_spec("dense").make(model), "accumulated")
-    for i, question in enumerate(questions):
-        encoded = retrieval.Encoded.of(tokenizer, [question], model.device)
-        _, alone = retrieval.ask(model, encoded, cache_spec("dense").make(model), "static")
-        assert batched[i].item() == pytest.approx(alone.item(), abs=1e-2)
 
 
 def test_the_retrieval_suite(folder, texts, tmp_path):

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from kvarn_hf import KVarNCache, KVarNConfig, ops
 from kvarn_hf.method.attention import attention as exact_attention
 from tests import models_tiny as tiny
-from tests.generate import test_generate as modes
+from tests.generate import modes
 
 pytestmark = pytest.mark.gpu
 
