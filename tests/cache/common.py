@@ -8,8 +8,6 @@ from kvarn_hf import KVarNCache, KVarNConfig, ops
 from kvarn_hf.layers.growing import KVarNLayer
 
 SMALL = KVarNConfig(tile_size=64, sink_length=16, residual_length=16)
-
-
 HEADS, DIM = 2, 32
 
 

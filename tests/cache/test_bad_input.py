@@ -40,7 +40,6 @@ BAD_TOKENS = {
     "other device": (lambda k, v: (k.to("meta"), v.to("meta")), r"key_states must be on cpu like .*, got meta"),
 }
 
-
 BAD_SETTINGS = {
     "preset": (
         lambda: KVarNCache(kvarn="kvarn_k5v2_g128"),

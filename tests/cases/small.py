@@ -9,8 +9,6 @@ from kvarn_hf.layers.growing import KVarNLayer
 from tests import models_tiny as tiny
 
 SMALL = KVarNConfig(tile_size=64, sink_length=16, residual_length=16)
-
-
 ALL_SINK = KVarNConfig(sink_length=100_000)
 
 

@@ -16,7 +16,6 @@ class Model:
 
 LLAMA = Model(LlamaConfig(num_hidden_layers=2))
 
-
 HYBRID = Model(
     Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 )

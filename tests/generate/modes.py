@@ -161,3 +161,10 @@ MODES = (
     streaming,
     plain_tensor,
 )
+
+# What DynamicCache itself cannot do: Transformers refuses drafts for models with a state ("stateful models"), and its
+# layers for linear attention have no batch_repeat_interleave.
+NOT_IN_TRANSFORMERS = {(name, mode) for name in tiny.LINEAR for mode in (assisted, prompt_lookup, custom_loop)}
+if tiny.CACHE_NAME == "past_key_values":
+    # Transformers 5.17 builds a mask of the wrong size for a draft model's own window layers.
+    NOT_IN_TRANSFORMERS |= {(name, assisted) for name in tiny.SLIDING}

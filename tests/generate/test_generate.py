@@ -13,21 +13,10 @@ from transformers import DynamicCache
 from kvarn_hf import KVarNCache, KVarNConfig
 from kvarn_hf.layers.growing import KVarNLayer
 from tests import models_tiny as tiny
-from tests.generate.modes import MODES, Run, assisted, beam_search, custom_loop, greedy, left_padded, prompt_lookup
+from tests.generate.modes import MODES, NOT_IN_TRANSFORMERS, Run, beam_search, greedy, left_padded
 
 ALL_SINK = KVarNConfig(sink_length=100_000)
-
-
 SMALL = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)  # three tiles from 208 tokens on
-
-
-# What DynamicCache itself cannot do: Transformers refuses drafts for models with a state ("stateful models"), and its
-# layers for linear attention have no batch_repeat_interleave.
-NOT_IN_TRANSFORMERS = {(name, mode) for name in tiny.LINEAR for mode in (assisted, prompt_lookup, custom_loop)}
-if tiny.CACHE_NAME == "past_key_values":
-    # Transformers 5.17 builds a mask of the wrong size for a draft model's own window layers.
-    NOT_IN_TRANSFORMERS |= {(name, assisted) for name in tiny.SLIDING}
-
 
 COMBINATIONS = [
     pytest.param(name, mode, id=f"{name}-{mode.__name__}")

@@ -7,11 +7,9 @@ from tests import models_tiny as tiny
 
 SMALL = KVarNConfig(tile_size=64, sink_length=16, residual_length=32)
 
-
 WIDTHS = [
     KVarNConfig(k, v, tile_size=64, sink_length=16, residual_length=32) for k, v in ((4, 2), (2, 2), (4, 4), (8, 4))
 ]
-
 
 TOKENS = 320
 

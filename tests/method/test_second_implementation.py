@@ -13,8 +13,6 @@ from kvarn_hf.method.quantize import dequantize_keys, dequantize_values, key_pre
 from tests.method.tiles import gaussian, half, outlier_pair, outlier_token, relative_error
 
 SPANS = {2: np.linspace(1, 0.45, 12), 3: np.linspace(1, 0.6, 9), 4: np.linspace(1, 0.76, 7), 8: np.array([1.0])}
-
-
 LOWEST = {2: 0, 3: 0, 4: 0, 8: -128}  # code, which is stored as 0
 
 

@@ -5,8 +5,6 @@ import torch
 from kvarn_hf import KVarNCache, KVarNConfig
 
 SMALL = KVarNConfig(tile_size=64, sink_length=16, residual_length=32)
-
-
 BATCH, HEADS, DIM = 2, 2, 32
 
 

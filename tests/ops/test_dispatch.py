@@ -9,8 +9,6 @@ import torch
 from kvarn_hf import ops
 
 CPU = torch.device("cpu")
-
-
 CUDA_0, CUDA_1 = torch.device("cuda", 0), torch.device("cuda", 1)
 
 

@@ -8,8 +8,6 @@ from kvarn_hf.method.quantize import quantize_keys, quantize_values
 from kvarn_hf.state.tiles import PackedTiles
 
 CPU = torch.device("cpu")
-
-
 TILE = 64
 
 
