@@ -194,7 +194,8 @@ class KVarNCache(DynamicCache):
 
     def _summary(self) -> dict[str, Any]:
         quantized = [layer for layer in self.layers if isinstance(layer, PackedLayer)]
-        lengths = [layer.lengths() for layer in quantized if isinstance(layer, KVarNLayer)] or self._shared.lengths()
+        on_device = self._shared.lengths()
+        lengths = (on_device[x.index] if isinstance(x, StaticKVarNLayer) else x.lengths() for x in quantized)
         length, count = next((held for held in lengths if held[0]), (0, 0))
         count = max(count, self.kvarn.packed_tiles(length))  # the next step of a fixed layer packs what is due
         sink, packed = min(length, self.kvarn.sink_length), count * self.kvarn.tile_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvarn_hf.ops.dispatch import key_prescale, quantize
+from kvarn_hf.ops import dispatch
 from kvarn_hf.state.dense import DenseTokens
 from kvarn_hf.state.layer_state import LayerState
 from kvarn_hf.state.padding import LeftPadding, gather_tokens
@@ -29,7 +29,7 @@ def commit(state: LayerState) -> LayerState:
         first, sinks = padding.length + sink, padding.sinks(dense, state.packed, sink)
     prescale = _prescale(state, first, start + due * config.tile_size)
     tiles = state.tiles.reserved(due)
-    quantize(keys[:, :, sink:end], values[:, :, sink:end], prescale, tiles, config, start, first)
+    dispatch.quantize(keys[:, :, sink:end], values[:, :, sink:end], prescale, tiles, config, start, first)
     tiles.written[0] = count + due
     kept_keys, kept_values = (
         torch.cat([head, x[:, :, end:]], 2) for head, x in zip(sinks, (keys, values), strict=True)
@@ -55,7 +55,7 @@ def _prescale(state: LayerState, first: torch.Tensor | None, end: int) -> torch.
         return None
     sink, size = config.sink_length, config.tile_size
     if first is None:
-        return key_prescale(dense.keys[:, :, sink : sink + size]) if state.count == 0 else state.prescale
+        return dispatch.key_prescale(dense.keys[:, :, sink : sink + size]) if state.count == 0 else state.prescale
     # Each row's own first tile begins behind its own sinks, wherever its padding ended. It is cut where the tail may
     # end when the row's first tokens are packed: the factors must not depend on how many tokens came at once.
     start = sink + state.packed
@@ -63,7 +63,7 @@ def _prescale(state: LayerState, first: torch.Tensor | None, end: int) -> torch.
     span = ahead.clamp_max(size)[:, None]
     position = first[:, None] + torch.arange(size, device=first.device) % span
     index = (position - start + sink).clamp(0, dense.length - 1)
-    fresh = key_prescale(gather_tokens(dense.keys, index))
+    fresh = dispatch.key_prescale(gather_tokens(dense.keys, index))
     known = torch.ones_like(fresh) if state.prescale is None else state.prescale
     begins_here = (first >= start) & (first < end)
     return torch.where(begins_here[:, None, None], fresh, known)

@@ -7,16 +7,9 @@ from collections.abc import Callable
 import torch
 
 from kvarn_hf.config import KVarNConfig
+from kvarn_hf.method import quantize as method
 from kvarn_hf.method.attention import attention_weights
-from kvarn_hf.method.quantize import (
-    Packed,
-    dequantize_keys,
-    dequantize_values,
-    key_codes,
-    quantize_keys,
-    quantize_values,
-    value_codes,
-)
+from kvarn_hf.method.quantize import Packed
 from kvarn_hf.method.rotation import rotate
 from kvarn_hf.state.layer_state import LayerState
 from kvarn_hf.state.padding import LeftPadding, gather_tokens
@@ -45,8 +38,8 @@ def quantize(
         prescale = prescale.unsqueeze(2)
     for part in _chunks(keys.shape[2], keys[:, :, 0].numel(), _TILE_ELEMENTS):
         slots = slice(tiles.count + part.start, tiles.count + part.stop)
-        _store(tiles.keys, slots, quantize_keys(keys[:, :, part], prescale, config))
-        _store(tiles.values, slots, quantize_values(values[:, :, part], config))
+        _store(tiles.keys, slots, method.quantize_keys(keys[:, :, part], prescale, config))
+        _store(tiles.values, slots, method.quantize_values(values[:, :, part], config))
 
 
 def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,8 +47,8 @@ def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
     config, padding = state.config, state.padding
     packed_keys, packed_values = state.tiles.filled()
     prescale = None if state.prescale is None else state.prescale.unsqueeze(2)
-    keys = _assembled(state, state.dense.keys, packed_keys, lambda p: dequantize_keys(p, prescale, config))
-    values = _assembled(state, state.dense.values, packed_values, lambda p: dequantize_values(p, config))
+    keys = _assembled(state, state.dense.keys, packed_keys, lambda p: method.dequantize_keys(p, prescale, config))
+    values = _assembled(state, state.dense.values, packed_values, lambda p: method.dequantize_values(p, config))
     # Reading the flag back would stall a GPU; on a CPU it saves a pass over everything.
     if padding is not None and (keys.device.type != "cpu" or bool((padding.run > 1).any())):
         sink = config.sink_length
@@ -138,7 +131,7 @@ def _tile_scores(rows: torch.Tensor, keys: Packed, state: LayerState) -> torch.T
         rows = rotate(rows)
     out = rows.new_empty(*rows.shape[:3], state.count, state.config.tile_size)
     for part in _chunks(state.count, keys.codes[:, :, 0].numel() * 8 // bits, _CODE_ELEMENTS):
-        codes = key_codes(keys.codes[:, :, part], bits)  # [batch, heads, tile, token, channel]
+        codes = method.key_codes(keys.codes[:, :, part], bits)  # [batch, heads, tile, token, channel]
         scaled = rows.unsqueeze(2) * keys.channel_scale[:, :, part].float().unsqueeze(3)
         zero = (keys.zero_point[:, :, part].float() @ rows.mT).mT.unsqueeze(4)  # [batch, heads, row, tile, 1]
         products = (scaled @ codes.mT).transpose(2, 3)
@@ -152,7 +145,7 @@ def _tile_output(weights: torch.Tensor, values: Packed, state: LayerState) -> to
     weights = weights.unflatten(3, (state.count, -1)).transpose(2, 3)  # [batch, heads, tile, row, token]
     total = weights.new_zeros(*weights.shape[:2], weights.shape[3], values.channel_scale.shape[3])
     for part in _chunks(state.count, values.codes[:, :, 0].numel() * 8 // bits, _CODE_ELEMENTS):
-        codes = value_codes(values.codes[:, :, part], bits)
+        codes = method.value_codes(values.codes[:, :, part], bits)
         weight = weights[:, :, part]
         scaled = weight * values.token_scale[:, :, part].float().unsqueeze(3)
         zero = weight @ values.zero_point[:, :, part].float().unsqueeze(4)

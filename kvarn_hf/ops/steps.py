@@ -1,8 +1,8 @@
 """One decode step of layers at fixed addresses, without the host knowing lengths.
 
 The lengths of all layers are in one tensor, ``counters`` ``[layers, 4]``, int64: tokens held, tiles in use, whether
-this step packs a tile, whether a token found no room. The operators are ``torch.library`` operators, which ``torch.compile``
-takes as they are: what a launch depends on is read on the device.
+this step packs a tile, whether a token found no room. The operators are ``torch.library`` operators, which
+``torch.compile`` takes as they are: what a launch depends on is read on the device.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def quantize_both(keys, values, config, position=0, first=None, slot=0):
 
     def arena():
         tiles = PackedTiles.allocate(*shape, config, slot + count, keys.device).truncated(slot)
-        for tensor in tiles.tensors:
+        for tensor in tiles.parts.values():
             tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
         return tiles
 
@@ -55,7 +55,7 @@ def quantize_both(keys, values, config, position=0, first=None, slot=0):
         method=config.method,
         iterations=config.iterations,
     )
-    for tensor in actual.tensors:  # nothing but its own slots is written
+    for tensor in actual.parts.values():  # nothing but its own slots is written
         poison = tensor[:, :, :slot].float()
         assert bool(((poison == 255) | poison.isnan()).all())
         poison = tensor[:, :, slot + count :].float()

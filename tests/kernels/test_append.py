@@ -12,6 +12,7 @@ from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.method import packing
 from kvarn_hf.method.attention import attention
+from kvarn_hf.ops import dispatch
 from kvarn_hf.ops import steps as static
 from kvarn_hf.state.layer_state import LayerState
 from tests.kernels import cases
@@ -38,7 +39,7 @@ class Layer:
     @contextmanager
     def path(self):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "uses_kernels", lambda device: self.by_kernels)
+            patch.setattr(dispatch, "uses_kernels", lambda device: self.by_kernels)
             yield
 
     def begin(self):
@@ -61,7 +62,7 @@ class Layer:
 
     def read(self, by_kernels=False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "uses_kernels", lambda device: by_kernels)
+            patch.setattr(dispatch, "uses_kernels", lambda device: by_kernels)
             return static.read(self.storage, self.progress, 0, self.layout.text)
 
     @property

@@ -10,6 +10,7 @@ import torch
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.method.attention import attention
+from kvarn_hf.ops import dispatch
 from kvarn_hf.state.layer_state import LayerState
 from tests.kernels import cases
 
@@ -24,7 +25,7 @@ def make_state(config, device, dtype, shape=(2, 2), tiles=3, extra=5, key_dim=64
     for row, pad in enumerate(pads or ()):
         keys[row, :, :pad], values[row, :, :pad] = keys[row, :, :1], values[row, :, :1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "uses_kernels", lambda device: False)
+        patch.setattr(dispatch, "uses_kernels", lambda device: False)
         state = ops.commit(LayerState.empty(config, keys, values).appended(keys, values))
     assert state.count == tiles
     return state
@@ -39,7 +40,7 @@ def dequantized(state):
     if padding is not None:
         padding = dataclasses.replace(padding, key=padding.key.float(), value=padding.value.float())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "uses_kernels", lambda device: False)
+        patch.setattr(dispatch, "uses_kernels", lambda device: False)
         return ops.dense(dataclasses.replace(state, dense=dense, padding=padding))
 
 
@@ -185,7 +186,7 @@ def test_a_padded_row_gives_what_it_gives_alone(device):
         other = torch.randn(1, 2, length + pad, 64, generator=torch.Generator().manual_seed(9)).to(x)
         padded.append(torch.cat([torch.cat([x[:, :, :1].expand(-1, -1, pad, -1) * 0 + 2, x], 2), other]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "uses_kernels", lambda device: False)
+        patch.setattr(dispatch, "uses_kernels", lambda device: False)
         both = ops.commit(LayerState.empty(config, *padded).appended(*padded))
     query = make_query(alone, heads=4)
     mask = torch.ones(2, 1, 1, length + pad, dtype=torch.bool, device=device)

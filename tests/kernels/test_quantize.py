@@ -82,7 +82,7 @@ def test_strides_do_not_matter(device):
     channels_first = x.mT.contiguous().mT
     for view in (interleaved, channels_first, x.repeat_interleave(2, 2)[:, :, ::2]):
         strided, _ = check(view, view, config)
-        for a, b in zip(plain.tensors, strided.tensors, strict=True):
+        for a, b in zip(plain.parts.values(), strided.parts.values(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
@@ -97,7 +97,7 @@ def test_tiles_do_not_depend_on_how_many_come_together(device):
     together, _ = check(x, x, config)
     for i in range(3):
         alone, _ = check(x[:, :, 64 * i : 64 * (i + 1)], x[:, :, 64 * i : 64 * (i + 1)], config)
-        for a, b in zip(together.tensors, alone.tensors, strict=True):
+        for a, b in zip(together.parts.values(), alone.parts.values(), strict=True):
             torch.testing.assert_close(a[:, :, i], b[:, :, 0], rtol=0, atol=0, equal_nan=True)
 
 
