@@ -3,15 +3,26 @@
 The host functions run as they are, so what is compiled is what they would launch: only their tensors hold no data, and
 Triton's driver launches nothing. To be run in a process of its own, as Triton decides when a kernel is defined whether
 it is interpreted.
+
+To see whether a change of the sources changes any kernel, dump what they compile to, before and after::
+
+    python compile_kernels.py --dump /tmp/before    # in one checkout
+    python compile_kernels.py --dump /tmp/after     # in the other
+    diff -r /tmp/before /tmp/after
+
+Every setting gives Triton's IR of its kernels, a few settings per host function also PTX; names, source positions and
+labels are taken out.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
-import sys
+import re
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +49,8 @@ class Machine:
         self.current = 0
         self.last_stage = "cubin"
         self.compiled: list[str] = []
+        self.folder: Path | None = None  # of what is dumped
+        self.setting = ""
 
     @property
     def arch(self) -> int:
@@ -96,6 +109,18 @@ def ending_early(backend: Any, machine: Machine) -> Any:
             names = list(stages)
             for name in names[names.index(machine.last_stage) + 1 :]:
                 stages[name] = self.nothing
+            if machine.folder is not None:
+                for name in {"ttir", "ptx"} & set(names[: names.index(machine.last_stage) + 1]):
+                    stages[name] = self.dumping(name, stages[name])
+
+        def dumping(self, name, stage):
+            def run(source, metadata):
+                result = stage(source, metadata)
+                kernel, text = without_names(str(result))
+                (machine.folder / f"{machine.setting}.{kernel}.{name}").write_text(text)
+                return result
+
+            return run
 
         def nothing(self, source, metadata):
             # As far as a stage that did run has not set them.
@@ -104,6 +129,19 @@ def ending_early(backend: Any, machine: Machine) -> Any:
             return b""
 
     return EndingEarly
+
+
+def without_names(text: str) -> tuple[str, str]:
+    """The kernel's name, and its IR or PTX without names, labels and what debuggers read."""
+    kernel = re.search(r"(?:tt\.func public @|\.entry\s+)(\w+)", text)
+    assert kernel is not None
+    name = kernel[1]
+    text = text.split("\n\t.section\t.debug")[0]
+    text = re.sub(r"^(#loc|\s*\.loc\b|\s*\.file\b|\s*//|\$L__\w+:).*\n?", "", text, flags=re.MULTILINE)
+    text = re.sub(r" loc\(([^()\n]|\([^()\n]*\))*\)| *//.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(rf"\b{name}(\b|(?=_param_))", "kernel", text)
+    numbers: dict[str, str] = {}
+    return name, re.sub(r"%\w+|\$L__\w+", lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), text)
 
 
 def pairwise(factors: dict[str, Sequence[Any]]) -> list[Variant]:
@@ -365,18 +403,43 @@ def innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def main(names: Sequence[str]) -> None:
-    """Compile and print, as JSON lines, each setting and then the kernels compiled for it and the error, if any."""
+def covering(variants: Sequence[Variant]) -> list[Variant]:
+    """The first and few others of the settings, in which every value occurs."""
+
+    def values(variant: Variant) -> set[tuple[str, str]]:
+        return {(name, repr(value)) for name, value in variant.items()}
+
+    chosen = [variants[0]]
+    missing = set.union(*map(values, variants)) - values(variants[0])
+    while missing:
+        chosen.append(max(variants, key=lambda variant: len(missing & values(variant))))
+        missing -= values(chosen[-1])
+    return chosen
+
+
+def main(names: Sequence[str], folder: Path | None = None) -> None:
+    """Compile and print, as JSON lines, each setting and then the kernels compiled for it and the error, if any.
+
+    With a ``folder``, what is compiled is dumped there.
+    """
     warnings.filterwarnings("ignore")
     machine = Machine()
     machine.install()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        machine.folder = folder
     for name in names:
         call, factors, further = CASES[name]
         usual = {factor: values[0] for factor, values in factors.items()}
         # These first: what has been compiled is not compiled again.
         every = [(stage, {**usual, **changed}) for stage, changed in further]
         every += [("ttir", variant) for variant in pairwise(factors)]
-        for machine.last_stage, variant in every:
+        if folder is not None:
+            variants = [usual, *(variant for _, variant in every)]
+            in_full = covering(variants)
+            every = [("ptx" if variant in in_full else "ttir", variant) for variant in variants]
+        for index, (machine.last_stage, variant) in enumerate(every):
+            machine.setting = f"{name}-{index:03}"
             machine.current = list(GPUS).index(variant["arch"])
             machine.compiled.clear()
             setting = " ".join(f"{key}={value}" for key, value in variant.items())
@@ -391,4 +454,8 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="host function", help=f"of {', '.join(CASES)}; all if none is given")
+    parser.add_argument("--dump", type=Path, metavar="FOLDER", help="for Triton's IR and PTX")
+    arguments = parser.parse_args()
+    main(arguments.names or list(CASES), arguments.dump)
