@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,7 @@ from kvarn_hf.reference.quantize import Packed
 if TYPE_CHECKING:
     from kvarn_hf.state import LayerState
     from kvarn_hf.tiles import PackedTiles
+    from kvarn_kernels import Held, Scheme
 
 # The torch path works on this many elements at a time, so that its temporaries stay in a CPU's cache or small on a GPU.
 _CHUNK_ELEMENTS = 1 << 21
@@ -78,22 +79,11 @@ def quantize(
         scale. A tile that is wholly before it becomes zero.
     """
     if uses_kernels(keys.device):
-        from kvarn_kernels.quantize import quantize_tiles
+        from kvarn_kernels import Packed as PackedArrays
+        from kvarn_kernels import quantize_tiles
 
-        quantize_tiles(
-            keys,
-            values,
-            prescale,
-            first,
-            tiles.keys,
-            tiles.values,
-            slot=tiles.count,
-            position=position,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            method=config.method,
-            iterations=config.iterations,
-        )
+        arenas = PackedArrays(*tiles.keys), PackedArrays(*tiles.values)
+        quantize_tiles(keys, values, prescale, first, *arenas, scheme(config), slot=tiles.count, position=position)
         return
     size = config.tile_size
     if first is not None:
@@ -120,9 +110,9 @@ def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
     config, tiles, padding = state.config, state.tiles, state.padding
     sink = config.sink_length
     if uses_kernels(state.dense.keys.device):
-        from kvarn_kernels.dequantize import dequantize_tiles
+        from kvarn_kernels import dequantize_tiles
 
-        return dequantize_tiles(*_stored(state), **_layout(state))
+        return dequantize_tiles(held(state))
     packed_keys, packed_values = tiles.filled()
     prescale = None if state.prescale is None else state.prescale.unsqueeze(2)
 
@@ -189,46 +179,34 @@ def attend(
     value_dim = state.dense.value_buffer.shape[3]
     if not supported(query, value_dim, config.tile_size, config.key_bits, config.value_bits):
         return None
-    return decode_attention(
-        query,
-        *_stored(state),
-        mask,
-        **_layout(state),
-        scaling=scaling,
-        causal=False,
-        softcap=softcap,
-        sinks=sinks,
+    return decode_attention(query, held(state), mask, scaling=scaling, causal=False, softcap=softcap, sinks=sinks)
+
+
+def scheme(config: KVarNConfig) -> Scheme:
+    """How tiles are packed, as the kernels are told."""
+    from kvarn_kernels import Scheme
+
+    return Scheme(config.key_bits, config.value_bits, config.method, config.iterations)
+
+
+def held(state: LayerState) -> Held:
+    """All that a layer holds, as the kernels read it."""
+    from kvarn_kernels import Held, Run
+    from kvarn_kernels import Packed as PackedArrays
+
+    tiles, dense, padding, config = state.tiles, state.dense, state.padding, state.config
+    return Held(
+        PackedArrays(*tiles.keys),
+        PackedArrays(*tiles.values),
+        state.prescale,
+        tiles.rows,
+        dense.keys,
+        dense.values,
+        None if padding is None else Run(padding.length, padding.key, padding.value),
+        state.count,
+        config.sink_length,
+        scheme(config),
     )
-
-
-_Stored: TypeAlias = tuple[
-    Packed,
-    Packed,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor,
-    torch.Tensor,
-    tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-]
-
-
-def _stored(state: LayerState) -> _Stored:
-    """The tensors of a state, in the order in which every kernel that reads one takes them."""
-    tiles, dense, padding = state.tiles, state.dense, state.padding
-    run = None if padding is None else (padding.length, padding.key, padding.value)
-    return tiles.keys, tiles.values, state.prescale, tiles.rows, dense.keys, dense.values, run
-
-
-def _layout(state: LayerState) -> dict[str, Any]:
-    """How those tensors are to be read."""
-    config = state.config
-    return {
-        "count": state.count,
-        "sink_length": config.sink_length,
-        "key_bits": config.key_bits,
-        "value_bits": config.value_bits,
-        "rotated": config.method != "rtn",
-    }
 
 
 def can_attend(state: LayerState, tokens: int) -> bool:

@@ -9,7 +9,7 @@ they are: the lengths that a launch depends on are read on the device.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +21,10 @@ from kvarn_hf.padding import LeftPadding
 from kvarn_hf.reference.quantize import Packed
 from kvarn_hf.state import DenseTokens, LayerState
 from kvarn_hf.tiles import PackedTiles
+
+if TYPE_CHECKING:
+    from kvarn_kernels import Scheme
+    from kvarn_kernels.append import LayerShape
 
 _ALIGNMENT = 256
 
@@ -219,13 +223,7 @@ def advance(progress: torch.Tensor, layout: str) -> None:
     if ops.uses_kernels(progress.device):
         from kvarn_kernels.append import advance as kernel
 
-        kernel(
-            progress,
-            most=shape.most,
-            sink_length=shape.sink_length,
-            residual_length=shape.residual_length,
-            tile_size=shape.tile_size,
-        )
+        kernel(progress, _shape(shape))
         return
     length, count = progress[:, 0].clone(), progress[:, 1].clone()
     behind = length - shape.sink_length - shape.residual_length
@@ -278,29 +276,37 @@ def addresses(storage: torch.Tensor, layout: Layout) -> torch.Tensor:
     return torch.tensor([x.data_ptr() for x in tensors])
 
 
+@lru_cache(maxsize=256)
+def _shape(layout: Layout) -> LayerShape:
+    """What the kernels must know of a layer."""
+    from kvarn_kernels.append import LayerShape
+
+    return LayerShape(
+        layout.batch,
+        layout.heads,
+        layout.key_dim,
+        layout.value_dim,
+        layout.token_dtype,
+        layout.most,
+        layout.tiles,
+        layout.dense,
+        layout.sink_length,
+        layout.residual_length,
+        layout.tile_size,
+        bool(layout.padded),
+    )
+
+
+def _scheme(layout: Layout) -> Scheme:
+    from kvarn_kernels import Scheme
+
+    return Scheme(layout.key_bits, layout.value_bits, layout.method, layout.iterations)
+
+
 def _pack_by_kernel(progress: torch.Tensor, table: torch.Tensor, layout: Layout, ahead: bool = False) -> None:
     from kvarn_kernels.append import pack as kernel
 
-    kernel(
-        progress,
-        table,
-        batch=layout.batch,
-        heads=layout.heads,
-        key_dim=layout.key_dim,
-        value_dim=layout.value_dim,
-        dtype=layout.token_dtype,
-        capacity=layout.tiles,
-        dense_capacity=layout.dense,
-        sink_length=layout.sink_length,
-        residual_length=layout.residual_length,
-        tile_size=layout.tile_size,
-        key_bits=layout.key_bits,
-        value_bits=layout.value_bits,
-        method=layout.method,
-        iterations=layout.iterations,
-        padded_rows=bool(layout.padded),
-        ahead=ahead,
-    )
+    kernel(progress, table, _shape(layout), _scheme(layout), ahead=ahead)
 
 
 @torch.library.custom_op("kvarn_hf::write", mutates_args=("storage",))
@@ -313,7 +319,7 @@ def write(
     if ops.uses_kernels(keys.device):
         from kvarn_kernels.append import write as kernel
 
-        kernel(keys, values, progress[row], v.dense_keys, v.dense_values, shape.tile_size)
+        kernel(keys, values, progress[row], v.dense_keys, v.dense_values, _shape(shape))
         return
     length, count, _, full = progress[row].tolist()
     if not full:
@@ -422,30 +428,32 @@ def _attend_by_kernel(
     softcap: float,
     ahead: bool = False,
 ) -> torch.Tensor:
+    from kvarn_kernels import Held, Run, Step
+    from kvarn_kernels import Packed as PackedArrays
     from kvarn_kernels.decode_attention import decode_attention
 
     v = views(storage, layout)
-    return decode_attention(
-        query,
-        v.keys,
-        v.values,
+    held = Held(
+        PackedArrays(*v.keys),
+        PackedArrays(*v.values),
         v.prescale if layout.method == "kvarn" else None,
         None,
         v.dense_keys,
         v.dense_values,
-        (v.pad, v.run_key, v.run_value) if layout.padded else None,
+        Run(v.pad, v.run_key, v.run_value) if layout.padded else None,
+        layout.tiles,
+        layout.sink_length,
+        _scheme(layout),
+    )
+    return decode_attention(
+        query,
+        held,
         mask,
-        progress,
-        token,
-        count=layout.tiles,
-        sink_length=layout.sink_length,
-        key_bits=layout.key_bits,
-        value_bits=layout.value_bits,
-        rotated=layout.method != "rtn",
         scaling=scaling,
         causal=False,
         softcap=softcap or None,
         sinks=sinks,
+        step=Step(progress, *(token or ())),
         ahead=ahead,
     )
 

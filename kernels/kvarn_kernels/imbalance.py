@@ -26,7 +26,6 @@ def imbalance_kernel(
     ROWS_PADDED: tl.constexpr,
     COLUMNS_PADDED: tl.constexpr,
     RELATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """How uneven a tile is after 0, 1, ... ROUNDS rounds of variance normalization.
 
@@ -45,7 +44,7 @@ def imbalance_kernel(
     row = tl.full([ROWS_PADDED], 1.0, tl.float32)
     column = tl.full([COLUMNS_PADDED], 1.0, tl.float32)
     for step in range(ROUNDS + 1):
-        imbalance, column, row = normalization_round(x, row, column, unit, ROWS, COLUMNS, INTERPRETED)
+        imbalance, column, row = normalization_round(x, row, column, unit, ROWS, COLUMNS)
         tl.store(out_ptr + n * (ROUNDS + 1) + step, imbalance)
 
 
@@ -80,7 +79,7 @@ def imbalance_trace(tiles: torch.Tensor, rounds: int, relative: bool) -> torch.T
         (flat, out),
         flat.stride(),
         (),
-        (rounds, rows, columns, *sides, relative, not tiles.is_cuda),
+        (rounds, rows, columns, *sides, relative),
         warps=warps_for(sides[0] * sides[1]),
         stages=1,
     )

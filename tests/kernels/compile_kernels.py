@@ -32,7 +32,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 from kvarn_kernels import dequantize_tiles, quantize_tiles
-from kvarn_kernels.append import advance, pack, write
+from kvarn_kernels.append import LayerShape, advance, pack, write
+from kvarn_kernels.bundles import Held, Packed, Run, Scheme, Step
 from kvarn_kernels.decode_attention import decode_attention
 from kvarn_kernels.imbalance import imbalance_trace
 
@@ -139,6 +140,7 @@ def without_names(text: str) -> tuple[str, str]:
     text = text.split("\n\t.section\t.debug")[0]
     text = re.sub(r"^(#loc|\s*\.loc\b|\s*\.file\b|\s*//|\$L__\w+:).*\n?", "", text, flags=re.MULTILINE)
     text = re.sub(r" loc\(([^()\n]|\([^()\n]*\))*\)| *//.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^[ \t]+", "", text, flags=re.MULTILINE)
     text = re.sub(rf"\b{name}(\b|(?=_param_))", "kernel", text)
     numbers: dict[str, str] = {}
     return name, re.sub(r"%\w+|\$L__\w+", lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), text)
@@ -177,12 +179,14 @@ def tokens(v: Variant, length: int, dim: int) -> torch.Tensor:
     return empty(2, v["heads"], length, dim, dtype=v["dtype"])
 
 
-def arenas(v: Variant) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Codes, channel scale, token scale and zero point of keys and of values."""
+def arenas(v: Variant) -> tuple[Packed, Packed]:
+    """Of keys and of values."""
     lead, size, (key_dim, value_dim) = (2, v["heads"], v["capacity"]), v["tile_size"], v["dims"]
 
-    def arena(codes: tuple[int, int], channels: int, zero_points: int) -> tuple[torch.Tensor, ...]:
-        return empty(*lead, *codes, dtype=torch.uint8), *(empty(*lead, n) for n in (channels, size, zero_points))
+    def arena(codes: tuple[int, int], channels: int, zero_points: int) -> Packed:
+        return Packed(
+            empty(*lead, *codes, dtype=torch.uint8), *(empty(*lead, n) for n in (channels, size, zero_points))
+        )
 
     keys = arena((size * v["key_bits"] // 8, key_dim), key_dim, key_dim)
     return keys, arena((value_dim * v["value_bits"] // 8, size), value_dim, size)
@@ -202,18 +206,20 @@ TILES: dict[str, Sequence[Any]] = {
 METHODS = ("kvarn", "published", "hadamard", "rtn")
 
 
+def scheme(v: Variant) -> Scheme:
+    method = v.get("method", "kvarn" if v.get("rotated") else "rtn")
+    return Scheme(v["key_bits"], v["value_bits"], method, v.get("iterations", 8))
+
+
 def quantize(v: Variant) -> None:
     quantize_tiles(
         *(tokens(v, v["capacity"] * v["tile_size"], dim) for dim in v["dims"]),
         empty(2, v["heads"], v["dims"][0]) if v["method"] == "kvarn" else None,
         empty(2, dtype=torch.int64) if v["padded"] else None,
         *arenas(v),
+        scheme(v),
         slot=0,
         position=0,
-        key_bits=v["key_bits"],
-        value_bits=v["value_bits"],
-        method=v["method"],
-        iterations=v["iterations"],
     )
 
 
@@ -223,84 +229,65 @@ def trace_imbalance(v: Variant) -> None:
     imbalance_trace(tiles.mT if v["transposed"] else tiles, v["rounds"], v["relative"])
 
 
-def dequantize(v: Variant) -> None:
+def held(v: Variant, dense_keys: torch.Tensor, dense_values: torch.Tensor, count: int) -> Held:
     run = [empty(2, v["heads"], 1, dim, dtype=v["dtype"]) for dim in v["dims"]]
-    dequantize_tiles(
+    return Held(
         *arenas(v),
         empty(2, v["heads"], v["dims"][0]) if v["prescale"] else None,
         empty(2, dtype=torch.int64) if v["rows"] else None,
-        *(tokens(v, 50, dim) for dim in v["dims"]),
-        (empty(2, dtype=torch.int64), *run) if v["padded"] else None,
-        count=1,
-        sink_length=16,
-        key_bits=v["key_bits"],
-        value_bits=v["value_bits"],
-        rotated=v["rotated"],
+        dense_keys,
+        dense_values,
+        Run(empty(2, dtype=torch.int64), *run) if v["padded"] else None,
+        count,
+        16,
+        scheme(v),
     )
+
+
+def dequantize(v: Variant) -> None:
+    dequantize_tiles(held(v, *(tokens(v, 50, dim) for dim in v["dims"]), 1))
+
+
+def layer_shape(v: Variant) -> LayerShape:
+    dense = v["capacity"] if "reversed" in v else 80 + v["tile_size"]
+    heads, dims, dtype = v.get("heads", 1), v.get("dims", (128, 128)), v.get("dtype", torch.float16)
+    capacity, padded = v.get("capacity", 1), v.get("padded", False)
+    return LayerShape(2, heads, *dims, dtype, 4096, capacity, dense, 16, 64, v["tile_size"], padded)
 
 
 def pack_tiles(v: Variant) -> None:
-    pack(
-        empty(v["layers"], 4, dtype=torch.int64),
-        empty(v["layers"], 12, dtype=torch.int64),
-        batch=2,
-        heads=v["heads"],
-        key_dim=v["dims"][0],
-        value_dim=v["dims"][1],
-        dtype=v["dtype"],
-        capacity=v["capacity"],
-        dense_capacity=80 + v["tile_size"],
-        sink_length=16,
-        residual_length=64,
-        tile_size=v["tile_size"],
-        key_bits=v["key_bits"],
-        value_bits=v["value_bits"],
-        method=v["method"],
-        iterations=v["iterations"],
-        padded_rows=v["padded"],
-    )
+    counters, table = (empty(v["layers"], n, dtype=torch.int64) for n in (4, 12))
+    pack(counters, table, layer_shape(v), scheme(v))
 
 
 def write_token(v: Variant) -> None:
     dense = [empty(2, v["heads"], v["capacity"], dim, dtype=v["dtype"]) for dim in v["dims"]]
-    new = [tokens(v, 1, dim) for dim in v["dims"]]
-    write(*new, empty(4, dtype=torch.int64), *dense, v["tile_size"])
+    write(*(tokens(v, 1, dim) for dim in v["dims"]), empty(4, dtype=torch.int64), *dense, layer_shape(v))
 
 
 def advance_layers(v: Variant) -> None:
-    progress = empty(v["layers"], 4, dtype=torch.int64)
-    advance(progress, most=4096, sink_length=16, residual_length=64, tile_size=v["tile_size"])
+    advance(empty(v["layers"], 4, dtype=torch.int64), layer_shape(v))
 
 
 def attend(v: Variant) -> None:
     lead, key_dim, queries, dense = (2, v["heads"]), v["dims"][0], v["queries"], 16 + v["tail"]
     query_heads = v["heads"] * v["group"]
-    run = [empty(*lead, 1, dim, dtype=v["dtype"]) for dim in v["dims"]]
     mask = None
     if v["mask"] is not None:
         dtype, shared = v["mask"]
         columns = (1, 1) if shared else (query_heads, queries)
         mask = empty(2, *columns, dense + v["capacity"] * v["tile_size"], dtype=dtype)
+    token = [empty(*lead, 1, dim, dtype=v["dtype"]) for dim in v["dims"]] if v["step"] == "token" else ()
     decode_attention(
         empty(2, queries, query_heads, key_dim, dtype=v["dtype"]).transpose(1, 2),
-        *arenas(v),
-        empty(*lead, key_dim) if v["prescale"] else None,
-        empty(2, dtype=torch.int64) if v["rows"] else None,
-        *(empty(*lead, dense, dim, dtype=v["dtype"]) for dim in v["dims"]),
-        (empty(2, dtype=torch.int64), *run) if v["padded"] else None,
+        held(v, *(empty(*lead, dense, dim, dtype=v["dtype"]) for dim in v["dims"]), v["capacity"]),
         mask,
-        empty(4, dtype=torch.int64) if v["progress"] else None,
-        tuple(empty(*lead, 1, dim, dtype=v["dtype"]) for dim in v["dims"]) if v["progress"] == "token" else None,
-        count=v["capacity"],
-        sink_length=16,
-        key_bits=v["key_bits"],
-        value_bits=v["value_bits"],
-        rotated=v["rotated"],
         scaling=key_dim**-0.5,
         causal=v["causal"],
         sliding_window=v["window"],
         softcap=v["softcap"],
         sinks=None if v["sinks"] is None else empty(query_heads, dtype=v["sinks"]),
+        step=Step(empty(4, dtype=torch.int64), *token) if v["step"] else None,
         slices=v["slices"],
     )
 
@@ -384,7 +371,7 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
             "padded": (False, True),
             # The dtype, and whether it is the same for all heads and queries.
             "mask": (None, (torch.bool, True), (torch.bool, False), (torch.bfloat16, True), (torch.float32, False)),
-            "progress": (False, True, "token"),
+            "step": (False, True, "token"),
             "causal": (True, False),
             "window": (None, 100),
             "softcap": (None, 30.0),
