@@ -12,12 +12,13 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvarn_hf import ops
 from kvarn_hf.bench.results import save
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.method import quantize as reference
@@ -25,6 +26,9 @@ from kvarn_hf.method.attention import attention as reference_attention
 from kvarn_hf.method.quantize import Packed
 from kvarn_hf.method.rounding import centre
 from kvarn_hf.state.tiles import PackedTiles
+
+if TYPE_CHECKING:
+    from kvarn_kernels import Held
 
 # More than three times the L2 cache of the largest GPUs of today.
 _COLD_BYTES = 200_000_000
@@ -108,44 +112,32 @@ class Inputs:
         """The fused attention; ``options`` of :func:`kvarn_kernels.decode_attention.decode_attention`."""
         from kvarn_kernels.decode_attention import decode_attention
 
-        return decode_attention(
-            self.query,
-            self.tiles.keys,
-            self.tiles.values,
+        return decode_attention(self.query, self.held, scaling=self.query.shape[-1] ** -0.5, **options)
+
+    @property
+    def held(self) -> Held:
+        """The cache as the kernels read it."""
+        from kvarn_kernels import Held
+        from kvarn_kernels import Packed as PackedArrays
+
+        return Held(
+            PackedArrays(*self.tiles.keys),
+            PackedArrays(*self.tiles.values),
             self.prescale,
             None,
             self.dense_keys,
             self.dense_values,
             None,
-            None,
-            count=self.tiles.count,
-            sink_length=self.config.sink_length,
-            key_bits=self.config.key_bits,
-            value_bits=self.config.value_bits,
-            rotated=True,
-            scaling=self.query.shape[-1] ** -0.5,
-            **options,
+            self.tiles.count,
+            self.config.sink_length,
+            ops.scheme(self.config),
         )
 
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole cache as bfloat16, by the dequantizing kernel."""
         from kvarn_kernels import dequantize_tiles
 
-        config = self.config
-        return dequantize_tiles(
-            self.tiles.keys,
-            self.tiles.values,
-            self.prescale,
-            None,
-            self.dense_keys,
-            self.dense_values,
-            None,
-            count=self.tiles.count,
-            sink_length=config.sink_length,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            rotated=True,
-        )
+        return dequantize_tiles(self.held)
 
     def first_row_in_float(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first row, ``[1, heads, context, head_dim]``, not rounded to bfloat16."""

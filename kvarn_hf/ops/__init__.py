@@ -6,9 +6,11 @@ from kvarn_hf.ops.dispatch import (
     attend,
     can_attend,
     dense,
+    held,
     imbalance_trace,
     key_prescale,
     quantize,
+    scheme,
     uses_kernels,
 )
 from kvarn_hf.ops.plain import repeat_counted
@@ -19,10 +21,12 @@ __all__ = [
     "can_attend",
     "commit",
     "dense",
+    "held",
     "imbalance_trace",
     "key_prescale",
     "left_padding",
     "quantize",
     "repeat_counted",
+    "scheme",
     "uses_kernels",
 ]

@@ -19,7 +19,7 @@ from kvarn_hf.state.layer_state import LayerState
 from kvarn_hf.state.tiles import PackedTiles
 
 if TYPE_CHECKING:
-    from kvarn_kernels.bundles import Held, Scheme
+    from kvarn_kernels import Held, Scheme
 
 _OLDEST_CAPABILITY = (8, 0)
 
@@ -76,10 +76,10 @@ def quantize(
     """
     if not uses_kernels(keys.device):
         return plain.quantize(keys, values, prescale, tiles, config, position, first)
-    from kvarn_kernels.quantize import quantize_tiles
+    from kvarn_kernels import Packed, quantize_tiles
 
-    where = {"slot": tiles.count, "position": position}
-    quantize_tiles(keys, values, prescale, first, tiles.keys, tiles.values, scheme(config), **where)
+    arenas = Packed(*tiles.keys), Packed(*tiles.values)
+    quantize_tiles(keys, values, prescale, first, *arenas, scheme(config), slot=tiles.count, position=position)
 
 
 def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +94,7 @@ def dense(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
         return state.dense.keys, state.dense.values
     if not uses_kernels(state.device):
         return plain.dense(state)
-    from kvarn_kernels.dequantize import dequantize_tiles
+    from kvarn_kernels import dequantize_tiles
 
     return dequantize_tiles(held(state))
 
@@ -148,7 +148,8 @@ def attend_held(layer: Held, query: torch.Tensor, mask: torch.Tensor | None, **o
     """The kernel's attention over what a layer holds; None where it does not take the query."""
     from kvarn_kernels.decode_attention import decode_attention, supported
 
-    if not supported(query, layer.dense_values.shape[3], layer.tile_size, layer.scheme):
+    bits = layer.scheme.key_bits, layer.scheme.value_bits
+    if not supported(query, layer.dense_values.shape[3], layer.tile_size, *bits):
         return None
     return decode_attention(query, layer, mask, causal=False, **options)
 
@@ -163,13 +164,13 @@ def can_attend(state: LayerState, tokens: int) -> bool:
 
 def held(state: LayerState) -> Held:
     """A layer as the kernels that read it take it."""
-    from kvarn_kernels.bundles import Held, Run
+    from kvarn_kernels import Held, Packed, Run
 
     tiles, padding = state.tiles, state.padding
     run = None if padding is None else Run(padding.length, padding.key, padding.value)
     return Held(
-        tiles.keys,
-        tiles.values,
+        Packed(*tiles.keys),
+        Packed(*tiles.values),
         state.prescale,
         tiles.rows,
         state.dense.keys,
@@ -183,7 +184,7 @@ def held(state: LayerState) -> Held:
 
 def scheme(config: KVarNConfig) -> Scheme:
     """How tiles are packed, as kernels take it."""
-    from kvarn_kernels.bundles import Scheme
+    from kvarn_kernels import Scheme
 
     return Scheme(config.key_bits, config.value_bits, config.method, config.iterations)
 

@@ -8,6 +8,7 @@ this step packs a tile, whether a token found no room. The operators are ``torch
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,13 +35,7 @@ def advance(counters: torch.Tensor, layout: str) -> None:
     if dispatch.uses_kernels(counters.device):
         from kvarn_kernels.append import advance as kernel
 
-        return kernel(
-            counters,
-            most=shape.most,
-            sink_length=shape.sink_length,
-            residual_length=shape.residual_length,
-            tile_size=shape.tile_size,
-        )
+        return kernel(counters, _kernel_shape(shape))
     length, count = counters[:, 0].clone(), counters[:, 1].clone()
     behind = length - shape.sink_length - shape.residual_length
     ready = torch.maximum(torch.div(behind, shape.tile_size, rounding_mode="floor"), count)
@@ -82,7 +77,7 @@ def write(
     if dispatch.uses_kernels(keys.device):
         from kvarn_kernels.append import write as kernel
 
-        return kernel(keys, values, counters[layer], v["dense_keys"], v["dense_values"], shape.tile_size)
+        return kernel(keys, values, counters[layer], v["dense_keys"], v["dense_values"], _kernel_shape(shape))
     length, count, _, full = counters[layer].tolist()
     if not full:
         index = length - 1 - count * shape.tile_size
@@ -117,7 +112,8 @@ def attend(
     token = None if keys is None or values is None else (keys, values)
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap or None, "sinks": sinks}
     if dispatch.uses_kernels(query.device):
-        out = attend_held(_held(storage, shape), query, mask, counters=counters[layer], token=token, **options)
+        step = _kernel_step(counters[layer], token)
+        out = attend_held(_held(storage, shape), query, mask, step=step, **options)
         if out is not None:
             return out
     if token is not None:
@@ -208,15 +204,14 @@ def compile_ahead(
         # As generate() masks a compiled step.
         mask = torch.empty(layout.batch, 1, 1, layout.most, dtype=torch.bool, device=storage.device)
         token = tokens(layout.heads, layout.key_dim), tokens(layout.heads, layout.value_dim)
-        query, layer_counters = tokens(query_heads, layout.key_dim), counters[layer]
-        step = {"counters": layer_counters, "token": token, "ahead": True}
-        attend_held(_held(storage, layout), query, mask, scaling=1.0, **step)
+        query, step = tokens(query_heads, layout.key_dim), _kernel_step(counters[layer], token)
+        attend_held(_held(storage, layout), query, mask, scaling=1.0, step=step, ahead=True)
     _pack_by_kernel(counters, table, layout, ahead=True)
 
 
 def _held(storage: torch.Tensor, layout: Layout) -> Any:
     """A layer as the kernels that read it take it; lengths are the most there can be."""
-    from kvarn_kernels.bundles import Held, Packed, Run
+    from kvarn_kernels import Held, Packed, Run
 
     v = views(storage, layout)
     keys, values = (Packed(*(v[f"{side}.{name}"] for name in Packed._fields)) for side in ("keys", "values"))
@@ -234,29 +229,37 @@ def _held(storage: torch.Tensor, layout: Layout) -> Any:
     )
 
 
+def _kernel_step(counters: torch.Tensor, token: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
+    from kvarn_kernels import Step
+
+    return Step(counters, *(token or ()))
+
+
+@lru_cache(maxsize=256)
+def _kernel_shape(layout: Layout) -> Any:
+    """What the kernels of a step are told of a layer."""
+    from kvarn_kernels.append import LayerShape
+
+    return LayerShape(
+        layout.batch,
+        layout.heads,
+        layout.key_dim,
+        layout.value_dim,
+        layout.token_dtype,
+        layout.most,
+        layout.tiles,
+        layout.dense,
+        layout.sink_length,
+        layout.residual_length,
+        layout.tile_size,
+        bool(layout.padded),
+    )
+
+
 def _pack_by_kernel(counters: torch.Tensor, table: torch.Tensor, layout: Layout, ahead: bool = False) -> None:
     from kvarn_kernels.append import pack as kernel
 
-    kernel(
-        counters,
-        table,
-        batch=layout.batch,
-        heads=layout.heads,
-        key_dim=layout.key_dim,
-        value_dim=layout.value_dim,
-        dtype=layout.token_dtype,
-        capacity=layout.tiles,
-        dense_capacity=layout.dense,
-        sink_length=layout.sink_length,
-        residual_length=layout.residual_length,
-        tile_size=layout.tile_size,
-        key_bits=layout.key_bits,
-        value_bits=layout.value_bits,
-        method=layout.method,
-        iterations=layout.iterations,
-        padded_rows=bool(layout.padded),
-        ahead=ahead,
-    )
+    kernel(counters, table, _kernel_shape(layout), scheme(layout.config), ahead=ahead)
 
 
 def _attend_dense(

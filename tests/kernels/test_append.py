@@ -14,6 +14,7 @@ from kvarn_hf.method import packing
 from kvarn_hf.method.attention import attention
 from kvarn_hf.ops import dispatch
 from kvarn_hf.ops import steps as static
+from kvarn_hf.state import storage as storages
 from kvarn_hf.state.layer_state import LayerState
 from tests.kernels import cases
 from tests.kernels import test_decode_attention as exact
@@ -28,11 +29,11 @@ class Layer:
         self.by_kernels = by_kernels
         with self.path():
             state = ops.commit(LayerState.empty(config, keys, values).appended(keys, values))
-            padding = static.padding_of(state)
+            padding = ops.left_padding(state)
             padded = padding is not None and bool((padding.length > 0).any())
-            self.layout = static.Layout.of(config, keys, values, most)._replace(padded=int(padded))
-            self.storage = static.allocate(self.layout, keys.device)
-            static.put(state, self.storage, self.layout)
+            self.layout = storages.Layout.of(config, keys, values, most)._replace(padded=int(padded))
+            self.storage = storages.allocate(self.layout, keys.device)
+            storages.put(state, padding, self.storage, self.layout)
         self.progress = torch.tensor([[state.length, state.count, 0, 0]], device=keys.device)
         self.table = static.addresses(self.storage, self.layout)[None].to(keys.device)
 
@@ -67,7 +68,7 @@ class Layer:
 
     @property
     def views(self):
-        return static.views(self.storage, self.layout)
+        return storages.views(self.storage, self.layout)
 
 
 def pair(
@@ -143,7 +144,7 @@ def test_layers_are_packed_together(device):
         alone.step(*step)
     assert torch.equal(due.storage, alone.storage)
     assert progress.tolist() == [[102, 1, 0, 0], *[[145, 2, 1, 0]] * 2]
-    assert torch.equal(waiting.views.keys.codes, static.views(kept, waiting.layout).keys.codes)
+    assert torch.equal(waiting.views.keys.codes, storages.views(kept, waiting.layout).keys.codes)
 
 
 @pytest.mark.parametrize("residual", [0, 8, 100])
@@ -220,7 +221,7 @@ def test_attention_up_to_the_true_length(device, pads, masked, length):
         got = layer.attend(query, mask)
         assert got.shape == (2, 1, 6, 32)
         length, count, _, _ = layer.progress[0].tolist()
-        state = static.state_of(layer.storage, layer.layout, length, count)
+        state = storages.state_of(layer.storage, layer.layout, length, count)
         shown = None if mask is None else mask[..., :length]
         expected = attention(query, *exact.dequantized(state), shown, **options)
         rounded = attention(query, *(x.half() for x in exact.dequantized(state)), shown, **options)
@@ -261,7 +262,7 @@ def test_attention_in_float32_reads_dense_tensors(device, length, kind):
     query = torch.randn(2, 6, 1, 32, generator=generator).to(device)
     got = layer.attend(query, None if kind == "none" else mask)
     length, count, _, _ = layer.progress[0].tolist()
-    state = static.state_of(layer.storage, layer.layout, length, count)
+    state = storages.state_of(layer.storage, layer.layout, length, count)
     shown = None if kind == "none" else mask[..., :length]
     expected = attention(query, *ops.dense(state), shown, scaling=32**-0.5, causal=False)
     assert (got - expected).norm() <= 1e-5 * expected.norm()

@@ -47,25 +47,8 @@ def dequantized(state):
 def by_kernel(state, query, mask=None, **options):
     from kvarn_kernels.decode_attention import decode_attention
 
-    config, tiles, padding = state.config, state.tiles, state.padding
     options = {"scaling": query.shape[-1] ** -0.5, **options}
-    return decode_attention(
-        query,
-        tiles.keys,
-        tiles.values,
-        state.prescale,
-        tiles.rows,
-        state.dense.keys,
-        state.dense.values,
-        None if padding is None else (padding.length, padding.key, padding.value),
-        mask,
-        count=state.count,
-        sink_length=config.sink_length,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        rotated=config.method != "rtn",
-        **options,
-    )
+    return decode_attention(query, ops.held(state), mask, **options)
 
 
 def make_query(state, heads, tokens=1, seed=7, size=1.0):

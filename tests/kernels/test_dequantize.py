@@ -36,21 +36,7 @@ def by_torch(state):
 def by_kernel(state):
     from kvarn_kernels import dequantize_tiles
 
-    padding, config = state.padding, state.config
-    return dequantize_tiles(
-        state.tiles.keys,
-        state.tiles.values,
-        state.prescale,
-        state.tiles.rows,
-        state.dense.keys,
-        state.dense.values,
-        None if padding is None else (padding.length, padding.key, padding.value),
-        count=state.count,
-        sink_length=config.sink_length,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        rotated=config.method != "rtn",
-    )
+    return dequantize_tiles(ops.held(state))
 
 
 def check(state):
