@@ -16,6 +16,7 @@ from kvarn_hf.ops import dispatch
 from kvarn_hf.ops import steps as static
 from kvarn_hf.state import storage as storages
 from kvarn_hf.state.layer_state import LayerState
+from kvarn_hf.state.tiles import PackedTiles
 from tests.kernels import cases
 from tests.kernels import test_decode_attention as exact
 
@@ -92,13 +93,13 @@ def assert_same(actual, expected):
     length, count, _, _ = actual.progress[0].tolist()
     dense = length - count * actual.layout.tile_size
     got, want = actual.views, expected.views
-    assert torch.equal(got.dense_keys[:, :, :dense], want.dense_keys[:, :, :dense])
-    assert torch.equal(got.dense_values[:, :, :dense], want.dense_values[:, :, :dense])
-    assert (got.prescale - want.prescale).abs().max() <= 2**-10 * want.prescale.abs().max()
-    config = actual.layout.config
+    assert torch.equal(got["dense_keys"][:, :, :dense], want["dense_keys"][:, :, :dense])
+    assert torch.equal(got["dense_values"][:, :, :dense], want["dense_values"][:, :, :dense])
+    assert (got["prescale"] - want["prescale"]).abs().max() <= 2**-10 * want["prescale"].abs().max()
+    config, tiles, other = actual.layout.config, *(PackedTiles.of(parts, count) for parts in (got, want))
     for mine, its, unpack, bits in (
-        (got.keys, want.keys, packing.unpack_keys, config.key_bits),
-        (got.values, want.values, packing.unpack_values, config.value_bits),
+        (tiles.keys, other.keys, packing.unpack_keys, config.key_bits),
+        (tiles.values, other.values, packing.unpack_values, config.value_bits),
     ):
         codes, expected_codes = (unpack(x.codes[:, :, :count], bits).int() for x in (mine, its))
         assert ((codes - expected_codes).abs() <= 1).all()
@@ -144,7 +145,7 @@ def test_layers_are_packed_together(device):
         alone.step(*step)
     assert torch.equal(due.storage, alone.storage)
     assert progress.tolist() == [[102, 1, 0, 0], *[[145, 2, 1, 0]] * 2]
-    assert torch.equal(waiting.views.keys.codes, storages.views(kept, waiting.layout).keys.codes)
+    assert torch.equal(waiting.views["keys.codes"], storages.views(kept, waiting.layout)["keys.codes"])
 
 
 @pytest.mark.parametrize("residual", [0, 8, 100])
@@ -272,7 +273,7 @@ def test_tokens_that_are_not_finite(device):
     config = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
     by_kernel, by_torch, steps = pair(config, device, torch.float32, 8 + 64 + 8 - 1, 3)
     for layer in (by_kernel, by_torch):
-        layer.views.dense_keys[0, 0, 20, 3] = torch.nan
+        layer.views["dense_keys"][0, 0, 20, 3] = torch.nan
         layer.views.dense_values[1, 0, 30, 5] = torch.inf
         for step in steps:
             layer.step(*step)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvarn_hf.config import METHODS, KVarNConfig
-from kvarn_hf.reference import quantize as reference_quantize
-from kvarn_hf.reference import rounding as reference_rounding
+from kvarn_hf.method import quantize as reference_quantize
+from kvarn_hf.method import rounding as reference_rounding
 from kvarn_kernels import Scheme, quantize, rounding
 from tests.kernels import cases
 
