@@ -25,7 +25,8 @@ from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layers.fixed import Progress, StaticDenseLayer, StaticKVarNLayer, traced_update
 from kvarn_hf.layers.growing import KVarNLayer
 from kvarn_hf.layers.lazy import reads_lazily
-from kvarn_hf.monitor.log import Monitor, Queue, Report, TileLog, warn
+from kvarn_hf.monitor.log import Monitor, Queue, TileLog
+from kvarn_hf.monitor.report import Report, warn
 
 _STATIC = StaticKVarNLayer, StaticLayer
 _TOGETHER = ()  # what is remembered of a layer whose steps Progress takes back, in all layers at once
