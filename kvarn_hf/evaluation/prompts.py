@@ -80,10 +80,8 @@ def needle(haystack: str, depths: Sequence[float], samples: int, seed: int) -> l
     for depth in depths:
         for sample in range(samples):
             rng = random.Random(f"{seed}/{depth}/{sample}")
-            city, number = (
-                f"{rng.choice(_ADJECTIVES.split())} {rng.choice(_NOUNS.split())}",
-                str(rng.randint(10000, 99999)),
-            )
+            city = f"{rng.choice(_ADJECTIVES.split())} {rng.choice(_NOUNS.split())}"
+            number = str(rng.randint(10000, 99999))
             place = round(depth * len(pieces))
             sentence = f"The secret number of the {city} is <{number}>.\n"
             text = "".join([*pieces[:place], sentence, *pieces[place:]])

@@ -7,20 +7,19 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-import kvarn_hf
-
 
 def environment(device: torch.device | str, seed: int) -> dict[str, Any]:
     """What figures depend on beside the code's arguments: versions, hardware, commit, seed."""
     on_gpu = torch.device(device).type == "cuda"
     return {
-        "kvarn_hf": kvarn_hf.__version__,
+        "kvarn_hf": _version(),
         "commit": _commit(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -79,6 +78,13 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("kvarn-hf")
+    except metadata.PackageNotFoundError:  # used from a checkout, without being installed
+        return None
 
 
 def _commit() -> str | None:

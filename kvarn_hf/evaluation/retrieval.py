@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -124,29 +125,26 @@ def measure(
     specs = list({spec.name: spec for spec in specs}.values())
     tasks: list[tuple[str, int, Path | None]] = [("lines", count, None) for count in lines]
     tasks += [(f"needle-{text.stem}", count, text) for text in haystacks for count in lengths]
-    with run.progress(len(tasks) * len(specs) * len(histories)) as steps:
+    with run.steps(len(tasks) * len(specs) * len(histories)) as steps:
         for task, size, haystack in tasks:
             questions: list[Question] = []
-            for spec in specs:
-                for history in histories:
-                    fields = {"task": task, "size": size, "samples": samples, "seed": run.seed}
-                    fields |= {"cache": spec.name, "dtype": run.dtype, "history": history}
-                    # The dense cache reads exactly what it was given, however that came in.
-                    again = spec.name == "dense" and history != histories[0]
-                    if again or results.has(**fields):
-                        steps.end()
-                        continue
-                    steps.begin(f"{run.name} {task} {size} {spec.name} {history}")
-                    questions = questions or _questions(run, size, samples, haystack)
-                    line = None
-                    with run.tolerating(spec):
-                        record = fields | _answer(run, spec, questions, history, batch)
-                        results.add(record, run.environment)
-                        line = (
-                            f"{run.name} {task} {size} {spec.name} {history}: {record['accuracy']:.3f} ± "
-                            f"{record['standard_error']:.3f}, {record['log_likelihood']:.3f} nats an answer"
-                        )
-                    steps.end(line)
+            for spec, history in product(specs, histories):
+                fields = {"task": task, "size": size, "samples": samples, "seed": run.seed}
+                fields |= {"cache": spec.name, "dtype": run.dtype, "history": history}
+                # The dense cache reads exactly what it was given, however that came in.
+                again = spec.name == "dense" and history != histories[0]
+                if again or results.has(**fields):
+                    steps.end()
+                    continue
+                steps.begin(f"{run.name} {task} {size} {spec.name} {history}")
+                questions = questions or _questions(run, size, samples, haystack)
+                with run.tolerating(spec, steps):
+                    record = fields | _answer(run, spec, questions, history, batch)
+                    results.add(record, run.environment)
+                    steps.found(
+                        f"{record['accuracy']:.3f} ± {record['standard_error']:.3f}, "
+                        f"{record['log_likelihood']:.3f} nats an answer"
+                    )
 
 
 def _questions(run: Run, size: int, samples: int, haystack: Path | None) -> list[Question]:

@@ -45,9 +45,35 @@ def attention(
     torch.Tensor
         ``[batch, query_tokens, query_heads, value_dim]``. Zeros for a query that sees nothing.
     """
+    weights = attention_weights(
+        query,
+        keys,
+        mask,
+        scaling=scaling,
+        causal=causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        dtype=dtype,
+    )
+    return (weights @ values.to(dtype).repeat_interleave(query.shape[1] // keys.shape[1], 1)).transpose(1, 2)
+
+
+def attention_weights(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """The weights of :func:`attention`, ``[batch, query_heads, query_tokens, length]``; the arguments are the same."""
     queries, length, groups = query.shape[2], keys.shape[2], query.shape[1] // keys.shape[1]
-    keys, values = (x.to(dtype).repeat_interleave(groups, 1) for x in (keys, values))
-    score = query.to(dtype) @ keys.mT * scaling
+    score = query.to(dtype) @ keys.to(dtype).repeat_interleave(groups, 1).mT * scaling
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     position = torch.arange(length, device=query.device)
@@ -63,5 +89,4 @@ def attention(
         extra = sinks.to(dtype)[:, None, None].expand(*score.shape[:-1], 1)
         score = torch.cat([score, extra], -1)
     # Not nan_to_num: a NaN among the tokens must be seen.
-    weights = score.softmax(-1).masked_fill((score == -torch.inf).all(-1, keepdim=True), 0.0)
-    return (weights[..., :length] @ values).transpose(1, 2)
+    return score.softmax(-1).masked_fill((score == -torch.inf).all(-1, keepdim=True), 0.0)[..., :length]

@@ -35,10 +35,6 @@ def bars(groups: Mapping[str, Mapping[str, float]], y: str, *, log: bool = False
         Logarithmic axis.
     decimals : int
         Of the values written.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     names = list(next(iter(groups.values())))
     made, ((ax,),) = figure(1, 1, (max(6.0, 0.62 * len(names) * len(groups) + 1.0), 3.3))
@@ -60,23 +56,10 @@ def by_token(series: Mapping[str, torch.Tensor], y: str = "error / length of the
         ``[tokens]`` of every line.
     y : str
         What the values are, with their unit.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     made, ((ax,),) = figure(1, 1, (7.0, 3.0))
     for (name, values), style in zip(series.items(), series_styles(series), strict=True):
-        ax.plot(
-            values.detach().float().cpu().numpy(),
-            color=style.color,
-            linestyle=style.linestyle,
-            marker=style.marker,
-            markersize=3.5,
-            markevery=8,
-            linewidth=1.3,
-            label=name,
-        )
+        ax.plot(values.detach().float().cpu().numpy(), label=name, **style.line(markevery=8))
     ax.set_ylim(bottom=0)
     dress(ax, "", "token of the tile", y, legend=True)
     return made
@@ -110,17 +93,11 @@ def accumulation(
             parts = values.detach().float().cpu().split(bin_size)
             edges = [start + bin_size * i for i in range(len(parts))]
             middles = [edge + len(part) / 2 for edge, part in zip(edges, parts, strict=True)]
-            ax.plot(
-                middles,
-                [part.mean().item() for part in parts],
-                color=style.color,
-                linestyle="--" if kind == "static" else "-",
-                marker=style.marker,
-                markersize=5,
-                markerfacecolor="white" if kind == "static" else style.color,
-                linewidth=1.3,
-                label=f"{name}, {kind}",
+            static = kind == "static"
+            look = style.line(
+                linestyle="--" if static else "-", markerfacecolor="white" if static else style.color, markersize=5
             )
+            ax.plot(middles, [part.mean().item() for part in parts], label=f"{name}, {kind}", **look)
     ax.set_ylim(bottom=0)
     dress(ax, "", "position in the text, in tokens", y)
     legend_beside(ax)
@@ -136,23 +113,10 @@ def magnitude_shares(largest: Sequence[float], curves: Mapping[str, Sequence[flo
         Shares of all tokens that count as largest, each from 0 to 1.
     curves : mapping of str to sequence of float
         For every method, the share of the squared error that is magnitude, from 0 to 1, at each of ``largest``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     made, ((ax,),) = figure(1, 1, (6.4, 3.3))
     for (name, shares), style in zip(curves.items(), series_styles(curves), strict=True):
-        ax.plot(
-            [100 * share for share in largest],
-            [100 * share for share in shares],
-            color=style.color,
-            linestyle=style.linestyle,
-            marker=style.marker,
-            markersize=5,
-            linewidth=1.4,
-            label=name,
-        )
+        ax.plot([100 * share for share in largest], [100 * share for share in shares], label=name, **style.line())
     plain_log(ax, "x")
     ax.set_ylim(-1, max(10.0, 115 * max(map(max, curves.values()))))
     dress(ax, "", "tokens with the largest errors, in % of all", "share that is magnitude, in %", legend=True)
@@ -188,15 +152,8 @@ def token_norms(norms: torch.Tensor, restored: Mapping[str, torch.Tensor], most_
         above, corner = axes[0][2 * index : 2 * index + 2]
         joint, right = axes[1][2 * index : 2 * index + 2]
         corner.axis("off")
-        joint.scatter(
-            norms[::step].numpy(),
-            norms_hat[::step].numpy(),
-            s=7,
-            marker=style.marker,
-            color=style.color,
-            alpha=0.35,
-            linewidths=0,
-        )
+        points = norms[::step].numpy(), norms_hat[::step].numpy()
+        joint.scatter(*points, s=7, marker=style.marker, color=style.color, alpha=0.35, linewidths=0)
         joint.plot([0, top], [0, top], color=GREY, linestyle="--", linewidth=1)
         joint.set_xlim(0, top)
         joint.set_ylim(0, top)

@@ -36,10 +36,6 @@ def heads(values: torch.Tensor, layers: Sequence[int], what: str) -> Figure:
         The layers' indices.
     what : str
         What the values are, with their unit.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     count, head_count = values.shape
     made, ((ax,),) = figure(1, 1, (max(5.0, 0.26 * count + 1.6), max(1.6, 0.26 * head_count + 1.1)))
@@ -74,10 +70,6 @@ def channels(
         The layers' indices.
     limits : tuple of float
         From which size and which spread on a channel is an outlier.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     made, (panels,) = figure(1, len(size), (9.0, 3.3), sharey=True)
     kinds = (("root mean square", size, limits[0]), ("standard deviation", spread, limits[1]))
@@ -86,10 +78,7 @@ def channels(
         for index, (kind, data, limit) in enumerate(kinds):
             style = series_style(index)
             largest = [layer.amax().item() for layer in data[side]]
-            ax.plot(
-                layers, largest, color=style.color, linestyle=style.linestyle, marker=style.marker, markersize=4,
-                linewidth=1.1, label=f"largest {kind} (outlier from {limit:g})",
-            )  # fmt: skip
+            ax.plot(layers, largest, label=f"largest {kind} (outlier from {limit:g})", **style.line())
             ax.axhline(limit, color=style.color, linestyle=style.linestyle, linewidth=0.8, alpha=0.5)
             for layer, value in zip(layers, largest, strict=True):
                 if value >= limit or layer in outliers:
@@ -118,18 +107,10 @@ def widths(errors: Mapping[str, Sequence[float]], layers: Sequence[int], what: s
         The layers' indices.
     what : str
         What the errors are, with their unit.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     made, ((ax,),) = figure(1, 1, (8.0, 3.6))
     for index, (name, values) in enumerate(errors.items()):
-        style = series_style(index)
-        ax.plot(
-            layers, values, color=style.color, linestyle=style.linestyle, marker=style.marker, markersize=4,
-            linewidth=1.1, label=name,
-        )  # fmt: skip
+        ax.plot(layers, values, label=name, **series_style(index).line())
     plain_log(ax)
     dress(ax, "", "layer", what)
     legend_above(ax, 3)
@@ -148,10 +129,6 @@ def trade_off(points: Sequence[Point], limit: float, suggested: str, skipping: s
         The name of the point to emphasize.
     skipping : str
         The preset of the points that skip layers.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     made, ((ax,),) = figure(1, 1, (8.0, 4.2))
     for skips, label in ((False, "all layers quantized"), (True, f"{skipping}, worst layers dense")):

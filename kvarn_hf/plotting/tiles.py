@@ -68,10 +68,9 @@ def spreads(series: Mapping[str, torch.Tensor]) -> Figure:
     made, axes = figure(1, 2, (8.0, 3.2), sharey=True)
     for ax, dim, name in ((axes[0][0], 0, "channel"), (axes[0][1], 1, "token")):
         for index, (label, tile) in enumerate(series.items()):
-            style = series_style(index)
             deviation = tile.detach().float().cpu().std(dim, correction=0)
             relative = (deviation / deviation.median()).numpy()
-            ax.plot(relative, color=style.color, linestyle=style.linestyle, linewidth=1.4, label=label)
+            ax.plot(relative, label=label, **series_style(index).line(marker=""))
         plain_log(ax)
         y = "standard deviation / median" if name == "channel" else ""
         dress(ax, f"Spread of every {name}", f"{name} of the tile", y, legend=name == "token")
@@ -85,24 +84,11 @@ def outlier_profile(series: Mapping[str, torch.Tensor]) -> Figure:
     ----------
     series : mapping of str to torch.Tensor
         Name and matrix ``[tokens, channels]`` of every line.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     made, ((ax,),) = figure(1, 1, (7.0, 3.0))
     for index, (label, tile) in enumerate(series.items()):
-        style = series_style(index)
         deviation = tile.detach().float().cpu().std(0, correction=0).numpy()
-        ax.plot(
-            deviation,
-            color=style.color,
-            linestyle=style.linestyle,
-            marker=style.marker,
-            markersize=3.5,
-            linewidth=1.2,
-            label=label,
-        )
+        ax.plot(deviation, label=label, **series_style(index).line())
     plain_log(ax)
     dress(ax, "", "channel", "standard deviation over tokens", legend=True)
     return made
@@ -119,10 +105,6 @@ def glance(panels: Sequence[tuple[str, str, torch.Tensor]], counts: tuple[int, i
         Sink tokens, packed tiles and tail tokens of the strip above.
     tile_size : int
         Tokens per tile.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     made, axes = figure(1, len(panels), (2.5 * len(panels), 4.1))
     made.set_layout_engine("constrained", rect=(0, 0, 1, 0.64), wspace=0.13)
