@@ -27,7 +27,7 @@ def table(*columns: str | tuple[str, int], title: str | None = None, names: Coll
         Headers of the columns of text, which stand on the left and are wrapped only if they have a least width. All
         others hold numbers.
     """
-    made = Table(title=title, box=SIMPLE_HEAD, padding=0)
+    made = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
     for column in columns:
         header, least = (column, 0) if isinstance(column, str) else column
         named = header in names

@@ -8,19 +8,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import StaticCache
 
-from kvarn_hf.bench.results import save
+from kvarn_hf.bench.results import measured_with, save
 from kvarn_hf.cache import KVarNCache
+from kvarn_hf.evaluation.blocks import cache_argument
 from kvarn_hf.evaluation.caches import cache_spec
+from kvarn_hf.terminal import steps, table
 
 SHAPES = {
     "llama-3.1-8b": {
@@ -137,8 +139,25 @@ DEFAULT_CACHES = (
 
 @dataclass(frozen=True)
 class Timing:
-    """One row: median milliseconds of a decode step, tokens that all rows get in a second, seconds that compiling and
-    capturing took before, and memory in GiB after filling the cache and at the peak."""
+    """What was measured of one cache; None where it failed.
+
+    Parameters
+    ----------
+    cache : str
+        Its name in :data:`CONTESTANTS`.
+    batch, context : int
+        Rows, and tokens in each before the first step.
+    step_ms : float, optional
+        Median milliseconds of a decode step.
+    tokens_per_second : float, optional
+        New tokens of all rows.
+    warm_up_s : float, optional
+        Seconds that compiling and capturing took before.
+    cache_gib, peak_gib : float, optional
+        Memory beyond the weights, after filling the cache and at the peak.
+    failure : str, optional
+        Why there are no figures.
+    """
 
     cache: str
     batch: int
@@ -195,16 +214,15 @@ def generate(
     model = random_model(shape, device)
     _start_compiler(device)
     rows: list[Timing] = []
-    with Progress(console=console) as progress, torch.inference_mode():
-        task = progress.add_task("decoding", total=len(batches) * len(contexts) * len(caches))
-        for batch in batches:
-            for context in contexts:
-                for name in caches:
-                    rows.append(_time(model, name, batch, context, new_tokens))
-                    console.print(_line(rows[-1]))
-                    if out is not None:
-                        save([asdict(row) for row in rows], "generate", out)
-                    progress.advance(task)
+    runs = list(product(batches, contexts, caches))
+    with steps(console, "decoding", len(runs)) as bar, torch.inference_mode():
+        for batch, context, name in runs:
+            bar.begin(f"{name} batch {batch} context {context or 'that fits'}")
+            rows.append(_time(model, name, batch, context, new_tokens))
+            bar.found(_summary(rows[-1]))
+            if out is not None:
+                save([asdict(row) for row in rows], "generate", out)
+            bar.end()
     console.print(_table(rows, shape))
     return [asdict(row) for row in rows]
 
@@ -252,11 +270,11 @@ def _allocated() -> int:
 def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> Timing:
     contestant = CONTESTANTS[name]
     model.set_attn_implementation(contestant.attention)
-    steps_to_come = _WARM_UP_TOKENS + new_tokens + 2
+    room = _WARM_UP_TOKENS + new_tokens + 2
     base = _allocated()
     try:
-        context = context or _longest(model, contestant, batch, steps_to_come)
-        cache = contestant.make(model, context + steps_to_come)
+        context = context or _longest(model, contestant, batch, room)
+        cache = contestant.make(model, context + room)
         contestant.fill(cache, model, batch, context)
         held = torch.cuda.memory_allocated() - base
         torch.cuda.reset_peak_memory_stats()
@@ -264,10 +282,9 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
         start = time.perf_counter()
         decode(model, cache, batch, _WARM_UP_TOKENS)
         taken = time.perf_counter() - start
-        steps = decode(model, cache, batch, new_tokens)
+        step, gib = statistics.median(decode(model, cache, batch, new_tokens)), 2.0**-30
         peak = torch.cuda.max_memory_allocated() - base
-        warm_up = max(0.0, taken - _WARM_UP_TOKENS * statistics.median(steps))
-        step, gib = statistics.median(steps), 2.0**-30
+        warm_up = max(0.0, taken - _WARM_UP_TOKENS * step)
         return Timing(name, batch, context, 1e3 * step, batch / step, warm_up, held * gib, peak * gib)
     except Exception as error:  # a competitor that fails is a row of the table, not the end of the run
         return Timing(name, batch, context, *(None,) * 5, failure=f"{type(error).__name__}: {error}"[:200])
@@ -286,10 +303,10 @@ def decode(model: Any, cache: Any, batch: int, tokens: int) -> list[float]:
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
         max_new_tokens=tokens,
         do_sample=False,
         stopping_criteria=[clock],
+        **{cache_argument(model): cache},
     )
     return clock.steps()
 
@@ -309,36 +326,32 @@ class _StepClock:
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
-def _line(row: Timing) -> str:
+def describe(shape: str) -> str:
+    """What the steps are of, as a title."""
+    made = measured_with()
+    return f"generate(), {shape} shape, bfloat16, {made['gpu']}, torch {made['torch']}"
+
+
+def _summary(row: Timing) -> str:
     if row.failure is not None:
-        return f"{row.cache} batch {row.batch} context {row.context}: {row.failure}"
+        return row.failure
     return (
-        f"{row.cache} batch {row.batch} context {row.context}: {row.step_ms:.2f} ms a step, "
-        f"{row.warm_up_s:.1f} s warm-up, {row.cache_gib:.2f} GiB held, {row.peak_gib:.2f} GiB peak"
+        f"{row.context:,} tokens, {row.step_ms:.2f} ms a step, {row.warm_up_s:.1f} s warm-up, "
+        f"{row.cache_gib:.2f} GiB held, {row.peak_gib:.2f} GiB peak"
     )
+
+
+def _cell(figure: float | None, decimals: int = 2) -> str:
+    return "-" if figure is None else f"{figure:.{decimals}f}"
 
 
 def _table(rows: Sequence[Timing], shape: str) -> Table:
-    table = Table(
-        title=f"generate(), {shape} shape, bfloat16, {torch.cuda.get_device_name()}, torch {torch.__version__}"
-    )
-    for column in (
-        "batch",
-        "context",
-        "cache",
-        "ms a step",
-        "tokens/s",
-        "vs dynamic",
-        "warm-up s",
-        "GiB held",
-        "GiB peak",
-    ):
-        table.add_column(column, justify="right")
+    figures = "ms a step", "tokens /s", "vs dense", "warm up s", "GiB held", "GiB peak"
+    made = table("rows", "tokens", "cache", *figures, title=describe(shape), names=("cache",))
     dense = {(r.batch, r.context): r.step_ms for r in rows if r.cache == "dynamic"}
     for r in rows:
         base = dense.get((r.batch, r.context))
         ratio = f"{base / r.step_ms:.2f}x" if base and r.step_ms else "-"
-        measured = (r.step_ms, r.tokens_per_second, r.warm_up_s, r.cache_gib, r.peak_gib)
-        figures = ["-" if x is None else f"{x:.2f}" for x in measured]
-        table.add_row(str(r.batch), str(r.context), r.cache, *figures[:2], ratio, *figures[2:])
-    return table
+        speed = _cell(r.step_ms), _cell(r.tokens_per_second, 1), ratio, _cell(r.warm_up_s)
+        made.add_row(str(r.batch), str(r.context), r.cache, *speed, _cell(r.cache_gib), _cell(r.peak_gib))
+    return made

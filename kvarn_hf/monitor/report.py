@@ -159,7 +159,7 @@ class _HeadTiles(NamedTuple):
 
 def _table(records: list[dict[str, Any]]) -> Table:
     """One line per layer and side."""
-    columns = ("error", "length", "angle", ("worst head", 8), ("worst token", 11), "rounds", ("imbalance", 9))
+    columns = "error", "length", "angle", "worst head", "worst token", "rounds", "imbalance"
     made = table("layer", "", *columns, "prescale", names=("",))
     seen = sorted((r for r in records if r["tiles"]), key=lambda r: (r["layer"], SIDES.index(r["side"])))
     for (layer, side), group in groupby(seen, key=lambda r: (r["layer"], r["side"])):

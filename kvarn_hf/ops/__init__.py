@@ -153,6 +153,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    tuning: Any = None,
 ) -> torch.Tensor | None:
     """Attention of a few new tokens over everything a layer holds, reading packed tiles directly.
 
@@ -170,6 +171,8 @@ def attend(
         Scores become ``softcap * tanh(score / softcap)``.
     sinks : torch.Tensor, optional
         ``[query_heads]``: a logit per head without a value.
+    tuning : kvarn_kernels.launch_table.Tuning, optional
+        How the kernel is launched, for measuring that; None takes the launch table's.
 
     Returns
     -------
@@ -199,6 +202,7 @@ def attend(
         causal=False,
         softcap=softcap,
         sinks=sinks,
+        tuning=tuning,
     )
 
 
