@@ -56,7 +56,6 @@ class DemoResult:
 
     Parameters
     ----------
-    dense, kvarn : Continuation
     prompt_tokens : int
     first_difference : int, optional
         Index of the first new token that differs; None if all are equal.
@@ -108,14 +107,9 @@ def run_demo(
     tokenizer : transformers.PreTrainedTokenizerBase
     prompt : str
         At least two tokens.
-    config : KVarNConfig
     max_new_tokens : int
     on_step : callable
         Called with the name of a stage, the steps done and the steps expected.
-
-    Returns
-    -------
-    DemoResult
 
     Raises
     ------
@@ -169,10 +163,8 @@ def show(result: DemoResult, model: Any, tokenizer: Any, console: Console) -> No
 
     Parameters
     ----------
-    result : DemoResult
     model, tokenizer
         Those of :func:`run_demo`.
-    console : rich.console.Console
     """
     dense, kvarn = result.dense, result.kvarn
     preset = result.cache.kvarn.name

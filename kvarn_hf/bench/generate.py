@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +24,14 @@ from kvarn_hf.evaluation.blocks import cache_argument
 from kvarn_hf.evaluation.caches import cache_spec
 from kvarn_hf.terminal import steps, table
 
+_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size"),
+)
 SHAPES = {
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 512,
-    },
+    "llama-3.1-8b": dict(zip(_FIELDS, (4096, 14336, 32, 32, 8, 128, 128256), strict=True)),
+    "tiny": dict(zip(_FIELDS, (256, 512, 2, 4, 2, 64, 512), strict=True)),
 }
-
-
 LONGEST = 0  # as a context: what fits
 _WARM_UP_TOKENS = 8
 _FILLED_AT_ONCE = 1 << 18  # tokens, of all rows: a prompt in pieces, as what fits leaves no room for more
@@ -61,20 +47,20 @@ def _fill(cache: Any, model: Any, batch: int, context: int) -> None:
 def fill_kvarn(cache: Any, model: Any, batch: int, context: int) -> None:
     """Random keys and values in every layer of a :class:`KVarNCache`."""
     # In pieces, and without reading them back: what fits leaves no room for a dense layer.
+    piece = _FILLED_AT_ONCE // batch
     for layer in cache.layers:
-        for start in range(0, context, _FILLED_AT_ONCE // batch):
-            states = _random_states(model, batch, min(_FILLED_AT_ONCE // batch, context - start))
-            if start == 0:
-                layer.update(*states)
-            else:
-                layer.state = layer.state.appended(*states).committed()
+        layer.update(*_random_states(model, batch, min(piece, context)))
+        for start in range(piece, context, piece):
+            states = _random_states(model, batch, min(piece, context - start))
+            layer.state = layer.state.appended(*states).committed()
 
 
 def _fill_one_layer(cache: Any, model: Any, batch: int, context: int) -> None:
     # The others hold the same: quantizing takes seconds per layer here, and time does not depend on what is held.
     cache.update(*_random_states(model, batch, context), 0)
-    for layer in range(1, model.config.num_hidden_layers):
-        cache.layers[layer] = copy.deepcopy(cache.layers[0])
+    cache.layers[1 : model.config.num_hidden_layers] = [
+        copy.deepcopy(cache.layers[0]) for _ in range(1, model.config.num_hidden_layers)
+    ]
 
 
 def _fill_turboquant(cache: Any, model: Any, batch: int, context: int) -> None:
@@ -123,18 +109,7 @@ CONTESTANTS = {
     ),
 }
 
-
-DEFAULT_CACHES = (
-    "dynamic",
-    "static",
-    "quanto-int4",
-    "hqq-int4",
-    "fused-turboquant-4bit",
-    "kvarn",
-    "kvarn-attention",
-    "kvarn-compiled",
-    "kvarn-attention-compiled",
-)
+DEFAULT_CACHES = tuple(name for name in CONTESTANTS if name not in ("kvarn-dequantized", "kvarn-k2v2"))
 
 
 @dataclass(frozen=True)
@@ -179,12 +154,11 @@ def generate(
     device: str = "cuda",
     out: str | Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Time decode steps of ``generate()`` with every cache, at every batch and context.
+    """Time decode steps of ``generate()`` with every cache, at every batch and context, and print and save what comes.
 
-    The cache is filled with random keys and values, not by a prefill, so that a run takes minutes. Then ``generate()``
-    runs twice: for a few tokens, in which caches that compile do so, and for ``new_tokens``, which count. Rows are
-    printed, and written, as they come. What every contestant that compiles would have to wait for, the compiler's own
-    start, is done before.
+    The cache is filled with random keys and values instead of a prefill, so that a run takes minutes. ``generate()``
+    then runs twice: for a few tokens, in which caches that compile do so, and for ``new_tokens``, which count. The
+    compiler's own start, for which every contestant that compiles would wait, comes before all of them.
 
     Parameters
     ----------
@@ -197,8 +171,6 @@ def generate(
         Keys of :data:`CONTESTANTS`.
     new_tokens : int
         Steps to time.
-    device : str
-        Where to run.
     out : str or Path, optional
         Folder for ``bench_generate.json`` and ``.md``.
 
@@ -214,7 +186,7 @@ def generate(
     model = random_model(shape, device)
     _start_compiler(device)
     rows: list[Timing] = []
-    runs = list(product(batches, contexts, caches))
+    runs = list(itertools.product(batches, contexts, caches))
     with steps(console, "decoding", len(runs)) as bar, torch.inference_mode():
         for batch, context, name in runs:
             bar.begin(f"{name} batch {batch} context {context or 'that fits'}")
@@ -241,24 +213,24 @@ def random_model(shape: str, device: str) -> Any:
 
 def _start_compiler(device: str) -> None:
     """Imports, and the processes that compile: the first to compile anything waits for them."""
-    torch.compile(lambda x: torch.nn.functional.gelu(x) + x.sum(), mode="reduce-overhead")(
-        torch.ones(64, 64, device=device)
-    )
+    compiled = torch.compile(lambda x: torch.nn.functional.gelu(x) + x.sum(), mode="reduce-overhead")
+    compiled(torch.ones(64, 64, device=device))
     torch._dynamo.reset()
 
 
 def _longest(model: Any, contestant: Contestant, batch: int, steps: int) -> int:
     """Tokens per row that a cache has room for, by what it holds per token."""
-    held, lengths = [], (8192, 16384)
-    for length in lengths:
-        before = _allocated()
-        cache = contestant.make(model, length)
+    short, long = 8192, 16384
+
+    def held(length: int) -> int:
+        before, cache = _allocated(), contestant.make(model, length)
         contestant.fill(cache, model, batch, length)
-        held.append(torch.cuda.memory_allocated() - before)
-        del cache
-    per_token = (held[1] - held[0]) / (lengths[1] - lengths[0])
+        return torch.cuda.memory_allocated() - before
+
+    least = held(short)
+    per_token = (held(long) - least) / (long - short)
     room = torch.cuda.get_device_properties(model.device).total_memory * (1 - _RESERVED) - _allocated()
-    return int((room - held[0]) / per_token + lengths[0] - steps) // 1024 * 1024
+    return int((room - least) / per_token + short - steps) // 1024 * 1024
 
 
 def _allocated() -> int:
@@ -297,33 +269,18 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
 
 def decode(model: Any, cache: Any, batch: int, tokens: int) -> list[float]:
     """Seconds of ``generate()``'s steps, but for the first, as it makes ``tokens`` tokens behind what a cache holds."""
-    shape = batch, int(cache.get_seq_length()) + 1
-    ids = torch.randint(1, model.config.vocab_size, shape, device=model.device)
-    clock = _StepClock()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        do_sample=False,
-        stopping_criteria=[clock],
-        **{cache_argument(model): cache},
-    )
-    return clock.steps()
+    ids = torch.randint(1, model.config.vocab_size, (batch, int(cache.get_seq_length()) + 1), device=model.device)
+    times: list[float] = []
 
-
-class _StepClock:
-    """A stopping criterion that never stops, and notes when it was asked."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def never(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """A stopping criterion that never stops, and notes when it was asked."""
         torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        times.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    def steps(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+    cached = {cache_argument(model): cache, "attention_mask": torch.ones_like(ids)}
+    model.generate(ids, max_new_tokens=tokens, do_sample=False, stopping_criteria=[never], **cached)
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 def describe(shape: str) -> str:

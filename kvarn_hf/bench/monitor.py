@@ -72,14 +72,11 @@ def _compare(model: Any, batch: int, context: int, segments: int) -> list[dict[s
     for cache in caches:
         # The step that packs is then in the middle of a turn, whose first step is not timed.
         fill_kvarn(cache, model, batch, context - context % tile + _TURN // 2)
-    segments_of: tuple[list[list[float]], ...] = ([], [])
-    for _ in range(segments + 1):
-        for taken in segments_of:
-            taken.append([])
-        for turn in range(tile // _TURN):
-            for watched in (False, True) if turn % 2 else (True, False):
-                segments_of[watched][-1] += decode(model, caches[watched], batch, _TURN)
-    steps = [[1e3 * statistics.median(step) for step in zip(*taken[1:], strict=True)] for taken in segments_of]
+    taken: list[list[list[float]]] = [[[] for _ in range(segments + 1)] for _ in caches]
+    for segment, turn in product(range(segments + 1), range(tile // _TURN)):
+        for watched in (False, True) if turn % 2 else (True, False):
+            taken[watched][segment] += decode(model, caches[watched], batch, _TURN)
+    steps = [[1e3 * statistics.median(step) for step in zip(*each[1:], strict=True)] for each in taken]
     means = [statistics.mean(step) for step in steps]
     packing = max(range(len(steps[0])), key=lambda step: steps[False][step] + steps[True][step])
     return [

@@ -97,10 +97,6 @@ def estimate(
         False: all tokens came in one forward pass. True: the last one came in a step of its own. Sliding-window layers
         keep the storage of a whole prompt until the step after it; packed layers hold the same either way.
 
-    Returns
-    -------
-    Estimate
-
     Raises
     ------
     ValueError

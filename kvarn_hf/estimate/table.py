@@ -26,7 +26,6 @@ def show(
 
     Parameters
     ----------
-    shapes : ModelShapes
     weight_bytes, gpu_bytes : int
         What the weights take, and the memory of the GPU.
     utilization : float
@@ -34,7 +33,6 @@ def show(
     batch, length : int
         Rows, and tokens of each row.
     presets : iterable of KVarNConfig
-    console : rich.console.Console
 
     Raises
     ------

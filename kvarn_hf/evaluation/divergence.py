@@ -31,7 +31,6 @@ def measure(
 
     Parameters
     ----------
-    run : Run
     suite : str
         Name of the result file: ``"pseudo_decode"`` or ``"accumulation"``.
     caches : sequence of str

@@ -136,10 +136,6 @@ class DenseReference:
         block, first : int, optional
             Tokens per forward pass, and in the first one, if not as in the dense run.
 
-        Returns
-        -------
-        PseudoDecodeResult
-
         Raises
         ------
         ValueError
@@ -231,10 +227,6 @@ def pseudo_decode(
         Tokens per forward pass.
     skip : int
         First position that is measured.
-
-    Returns
-    -------
-    PseudoDecodeResult
 
     Raises
     ------

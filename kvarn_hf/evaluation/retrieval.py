@@ -104,7 +104,6 @@ def measure(
 
     Parameters
     ----------
-    run : Run
     caches : sequence of str
         Names, see :mod:`kvarn_hf.evaluation.caches`; the dense cache is always measured too.
     lines : sequence of int

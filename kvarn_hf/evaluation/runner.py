@@ -34,7 +34,6 @@ class Run:
         Folder of the results.
     seed : int
         Of everything random in a suite.
-    console : rich.console.Console
     """
 
     model: str | None = None

@@ -29,7 +29,6 @@ def measure(
 
     Parameters
     ----------
-    run : Run
     tasks : sequence of str
         Names that lm-eval knows, or of a YAML file in ``task_folder``.
     caches : sequence of str

@@ -69,9 +69,6 @@ def measure_texts(
 
     Parameters
     ----------
-    run : Run
-    results : ResultFile
-    plan : Plan
     run_dense : callable
         Takes the model and ``[texts * stretches, tokens]`` int64 token ids.
     compare : callable

@@ -25,7 +25,6 @@ class Trial:
 
     Parameters
     ----------
-    config : KVarNConfig
     skip_layers : tuple of int
         Layers left dense.
     kl : float
@@ -119,10 +118,6 @@ def inspect_model(
         The mean KL divergence, in nats, that a suggestion may cost.
     on_step : callable
         Called with the name of a stage, the steps done and the steps expected.
-
-    Returns
-    -------
-    Inspection
 
     Raises
     ------

@@ -24,12 +24,10 @@ def show(found: Inspection, token_text: Callable[[int], str], context: int, cons
 
     Parameters
     ----------
-    found : Inspection
     token_text : callable
         Takes a position in the text, returns its token as text.
     context : int
         Tokens to give the cost for.
-    console : rich.console.Console
     """
     console.print(_layers(found))
     console.print(

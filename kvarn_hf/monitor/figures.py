@@ -106,8 +106,6 @@ def figures_of(tokens: PackedTokens, config: KVarNConfig, most_rounds: int, tole
 
     Parameters
     ----------
-    tokens : PackedTokens
-    config : KVarNConfig
     most_rounds : int
         Rounds of normalization to follow.
     tolerance : float

@@ -122,7 +122,6 @@ class TileLog:
 
     Parameters
     ----------
-    monitor : Monitor
     queue : Queue, optional
         Shared with the other layers of a cache, which settles it.
     """

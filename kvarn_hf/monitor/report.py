@@ -191,7 +191,6 @@ def warn(log: TileLog, layer: int, config: KVarNConfig, figures: torch.Tensor) -
         Remembers what it has warned of.
     layer : int
         Its index.
-    config : KVarNConfig
     figures : torch.Tensor
         From :meth:`TileLog.held`.
     """
