@@ -28,20 +28,8 @@ _INSTRUCTION = "Write a detailed summary of the President's message above."
 
 @dataclass(frozen=True)
 class Continuation:
-    """What one cache gave.
-
-    Parameters
-    ----------
-    tokens : list of int
-        The new tokens' ids.
-    text : str
-    cache_bytes : int
-        Bytes the cache holds at the end, of the prompt and the new tokens.
-    first_token_seconds : float
-        From the start to the first new token: the prefill.
-    tokens_per_second : float
-        Of the tokens after the first.
-    """
+    """What one cache gave: ids and text of the new tokens, the bytes it holds at the end, the seconds to the first new
+    token (the prefill), and the tokens per second after it."""
 
     tokens: list[int]
     text: str
@@ -52,20 +40,10 @@ class Continuation:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What :func:`run_demo` found.
-
-    Parameters
-    ----------
-    prompt_tokens : int
-    first_difference : int, optional
-        Index of the first new token that differs; None if all are equal.
-    kl : float
-        Mean KL(dense || kvarn) of the next-token distributions over the prompt's second half, in nats.
-    top1 : float
-        Share of those positions at which both have the same most likely token.
-    cache : KVarNCache
-        The cache after the generation.
-    """
+    """What :func:`run_demo` found. ``first_difference`` is the index of the first new token that differs, None if all
+    are equal; ``kl`` the mean KL(dense || kvarn) of the next-token distributions over the prompt's second half, in
+    nats; ``top1`` the share of those positions at which both have the same most likely token; ``cache`` what was
+    generated with."""
 
     dense: Continuation
     kvarn: Continuation
@@ -159,13 +137,7 @@ def run_demo(
 
 
 def show(result: DemoResult, model: Any, tokenizer: Any, console: Console) -> None:
-    """Print both texts, a table of what they took, and how far they differ.
-
-    Parameters
-    ----------
-    model, tokenizer
-        Those of :func:`run_demo`.
-    """
+    """Print both texts, a table of what they took, and how far they differ."""
     dense, kvarn = result.dense, result.kvarn
     preset = result.cache.kvarn.name
     for name, continuation in (("Dense cache", dense), (preset, kvarn)):

@@ -114,24 +114,12 @@ DEFAULT_CACHES = tuple(name for name in CONTESTANTS if name not in ("kvarn-dequa
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one cache; None where it failed.
+    """What was measured of one cache; None where it failed, and ``failure`` says why.
 
-    Parameters
-    ----------
-    cache : str
-        Its name in :data:`CONTESTANTS`.
-    batch, context : int
-        Rows, and tokens in each before the first step.
-    step_ms : float, optional
-        Median milliseconds of a decode step.
-    tokens_per_second : float, optional
-        New tokens of all rows.
-    warm_up_s : float, optional
-        Seconds that compiling and capturing took before.
-    cache_gib, peak_gib : float, optional
-        Memory beyond the weights, after filling the cache and at the peak.
-    failure : str, optional
-        Why there are no figures.
+    ``context`` tokens are in each row before the first step; ``step_ms`` is the median decode step in milliseconds,
+    ``tokens_per_second`` counts the new tokens of all rows, ``warm_up_s`` are the seconds that compiling and capturing
+    took before, and ``cache_gib`` and ``peak_gib`` are memory beyond the weights, after filling the cache and at the
+    peak.
     """
 
     cache: str

@@ -19,19 +19,7 @@ from kvarn_hf.state.padding import LeftPadding
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers of a cache that hold the same.
-
-    Parameters
-    ----------
-    shape : LayerShape
-        What enters each.
-    fresh : transformers.cache_utils.CacheLayerMixin
-        One of them, empty.
-    count : int
-        How many there are.
-    dtype : torch.dtype
-        Of keys and values.
-    """
+    """``count`` layers of a cache that hold the same: what enters each, and ``fresh``, an empty one of them."""
 
     shape: LayerShape
     fresh: Any

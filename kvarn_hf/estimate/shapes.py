@@ -43,18 +43,8 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What an estimate needs to know of a model; :meth:`probe` finds it out. Takes the place of a config.
-
-    Parameters
-    ----------
-    config : PreTrainedConfig
-    dtype : torch.dtype
-        Of weights and cache.
-    parameters, weight_bytes : int
-        How many parameters the model has, and what they and its buffers take.
-    layers : tuple of LayerShape
-        In the model's order.
-    """
+    """What an estimate needs to know of a model: the dtype of weights and cache, how many parameters there are and what
+    they take with the buffers, and what enters each layer. :meth:`probe` finds it out; takes the place of a config."""
 
     config: PreTrainedConfig
     dtype: torch.dtype

@@ -19,17 +19,8 @@ _LONGEST = 2**31
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The layers of one kind, together.
-
-    Parameters
-    ----------
-    name : str
-        ``"packed"``, ``"dense"``, ``"sliding"`` (sliding-window and chunked attention) or ``"linear"``.
-    layers : int
-        How many there are.
-    bytes, dense_bytes : int
-        What they hold in the estimated cache, and in the dense one.
-    """
+    """The layers of one kind (``"packed"``, ``"dense"``, ``"sliding"``, which chunked attention is too, or
+    ``"linear"``): how many there are, and what they hold in the estimated cache and in the dense one."""
 
     name: str
     layers: int

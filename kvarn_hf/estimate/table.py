@@ -24,15 +24,8 @@ def show(
 ) -> None:
     """Print what fits beside the weights, one line for the dense cache and for each preset.
 
-    Parameters
-    ----------
-    weight_bytes, gpu_bytes : int
-        What the weights take, and the memory of the GPU.
-    utilization : float
-        The share of the GPU's memory for weights and cache, above 0 and at most 1.
-    batch, length : int
-        Rows, and tokens of each row.
-    presets : iterable of KVarNConfig
+    ``utilization`` is the share of the GPU's memory for weights and cache, above 0 and at most 1; ``batch`` and
+    ``length`` are rows, and tokens of each.
 
     Raises
     ------

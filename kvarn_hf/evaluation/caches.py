@@ -45,22 +45,11 @@ DEFAULT_CACHES = (
 class CacheSpec:
     """A cache that can be made for any model.
 
-    Parameters
-    ----------
-    name : str
-    make : callable
-        Takes the model, returns an empty cache.
-    bits_per_element : callable
-        Takes head_dim, returns the stored bits of a quantized key or value element, scales included, in a model of
-        16-bit floating point.
-    kvarn : KVarNConfig, optional
-        The settings, of a :class:`~kvarn_hf.KVarNCache`.
-    package : str, optional
-        What has to be importable.
-    reads_in_blocks : bool
-        Whether several new tokens at once attend to the history; otherwise only single tokens do.
-    release : callable
-        Takes the model and undoes what ``make`` did to it.
+    ``make`` takes the model and returns an empty cache, and ``release`` undoes what that did to the model.
+    ``bits_per_element`` takes head_dim and returns the stored bits of a quantized key or value element, scales
+    included, in a model of 16-bit floating point. ``kvarn`` are the settings of a :class:`~kvarn_hf.KVarNCache`,
+    ``package`` is what must be importable. Where ``reads_in_blocks`` is False, only single new tokens attend to the
+    history.
     """
 
     name: str

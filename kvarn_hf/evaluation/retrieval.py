@@ -23,15 +23,8 @@ DEPTHS = tuple(i / 10 for i in range(11))
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of questions.
-
-    Parameters
-    ----------
-    input_ids, attention_mask : torch.Tensor
-        ``[rows, prompt + answer]``, int64; prompts are padded on the left, answers on the right.
-    answers : torch.Tensor
-        ``[rows, answer]``, int64, -1 behind a row's answer.
-    """
+    """A batch of questions: ``input_ids`` and ``attention_mask`` ``[rows, prompt + answer]``, int64, prompts padded on
+    the left and answers on the right; ``answers`` ``[rows, answer]``, int64, -1 behind a row's answer."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor

@@ -22,19 +22,8 @@ from kvarn_hf.terminal import Steps, print_line, steps
 
 @dataclass
 class Run:
-    """One model's evaluation.
-
-    Parameters
-    ----------
-    model : str, optional
-        A folder, a hub name or a ``.gguf`` file; None: SmolLM2-135M-Instruct.
-    dtype, device : str, optional
-        See :func:`kvarn_hf.models.load_model`.
-    out : Path
-        Folder of the results.
-    seed : int
-        Of everything random in a suite.
-    """
+    """One model's evaluation: ``model``, ``dtype`` and ``device`` as in :func:`kvarn_hf.models.load_model`, the folder
+    ``out`` of the results, and the ``seed`` of everything random in a suite."""
 
     model: str | None = None
     dtype: str = "float32"

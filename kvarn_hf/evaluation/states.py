@@ -67,16 +67,8 @@ def watch(cache: Any) -> States:
 
 @contextmanager
 def replaced_attention(model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
-    """Let the model call ``attend`` as its attention function, with masks made by ``mask``.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-    name : str
-        Under which Transformers knows the two.
-    attend, mask : callable
-        As in ``AttentionInterface`` and ``AttentionMaskInterface``.
-    """
+    """Let the model call ``attend`` as its attention function, with masks that ``mask`` makes; Transformers knows the
+    two under ``name``."""
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
     before = model.config.get_text_config(decoder=True)._attn_implementation

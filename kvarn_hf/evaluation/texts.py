@@ -16,22 +16,8 @@ from kvarn_hf.evaluation.states import States
 
 
 class Plan(NamedTuple):
-    """What is to be measured.
-
-    Parameters
-    ----------
-    texts : sequence of Path
-        UTF-8 files.
-    specs : sequence of CacheSpec
-    lengths : sequence of int
-        Tokens of a stretch.
-    histories : sequence of str
-        See :meth:`~kvarn_hf.evaluation.pseudo_decode.DenseReference.compare`.
-    batch : int
-        Texts in one forward pass, with all their stretches.
-    stretches : int
-        Stretches of each text, from its beginning on.
-    """
+    """What is to be measured: UTF-8 files, caches, lengths in tokens and histories; ``batch`` texts in one forward
+    pass, with ``stretches`` pieces of such a length each, from the text's beginning on."""
 
     texts: Sequence[Path]
     specs: Sequence[CacheSpec]

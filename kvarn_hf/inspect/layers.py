@@ -57,17 +57,9 @@ class OutlierToken(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionError:
-    """How quantized keys and values move a layer's attention, per KV head, over its query heads and positions.
-
-    Parameters
-    ----------
-    kl : torch.Tensor
-        ``[heads]``, in nats: mean KL(exact || quantized) of the attention weights.
-    output : torch.Tensor
-        ``[heads]``: ``|o - o_hat| / |o|`` of the attention's output.
-    keys_only, values_only : torch.Tensor
-        ``[heads]``: the same with only one side quantized.
-    """
+    """How quantized keys and values move a layer's attention, over each KV head's query heads and positions,
+    ``[heads]``: ``kl`` is the mean KL(exact || quantized) of the weights in nats, ``output`` is ``|o - o_hat| / |o|``
+    of the output, and ``keys_only`` and ``values_only`` are the same with one side quantized."""
 
     kl: torch.Tensor
     output: torch.Tensor
@@ -79,20 +71,9 @@ class AttentionError:
 class LayerInspection:
     """One full-attention layer.
 
-    Parameters
-    ----------
-    layer : int
-        Its index.
-    key_dim, value_dim : int
-        Channels of a head.
-    channel_size, channel_spread : dict of str to torch.Tensor
-        For ``"keys"`` and ``"values"``, ``[heads, channels]``: see :class:`OutlierChannel`.
-    token_size : dict of str to torch.Tensor
-        ``[heads, tokens]``: see :class:`OutlierToken`.
-    sink_length : int
-        Tokens that are never quantized.
-    errors : dict of str to AttentionError
-        By preset.
+    For ``"keys"`` and ``"values"``, ``channel_size`` and ``channel_spread`` are ``[heads, channels]`` (see
+    :class:`OutlierChannel`), and ``token_size`` is ``[heads, tokens]`` (see :class:`OutlierToken`). The first
+    ``sink_length`` tokens are never quantized. ``errors`` are by preset.
     """
 
     layer: int

@@ -21,19 +21,9 @@ _MORE_SKIPS = (3, 6, 8)
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting that was measured.
-
-    Parameters
-    ----------
-    skip_layers : tuple of int
-        Layers left dense.
-    kl : float
-        Mean KL(dense || quantized) of the next-token distributions over the text, in nats.
-    top1 : float
-        Share of positions with the same most likely token.
-    bytes_per_token : float
-        Of all full-attention layers in the long run, dense layers at 16 bits per element.
-    """
+    """One setting that was measured: ``kl`` is the mean KL(dense || quantized) of the next-token distributions over the
+    text in nats, ``top1`` the share of positions with the same most likely token, and ``bytes_per_token`` that of all
+    full-attention layers in the long run, those skipped at 16 bits per element."""
 
     config: KVarNConfig
     skip_layers: tuple[int, ...]
@@ -53,25 +43,10 @@ class Trial:
 class Inspection:
     """What :func:`inspect_model` found.
 
-    Parameters
-    ----------
-    config : KVarNConfig
-        The setting that layers are judged by.
-    tokens : int
-        Length of the text.
-    layers : list of LayerInspection
-        Every full-attention layer.
-    widths : list of Trial
-        Every preset, with no layer skipped, the smallest first.
-    skips : list of Trial
-        The worst layers left dense.
-    max_kl : float
-        What the suggestion had to meet, in nats.
-    suggestion : Trial
-        The smallest preset that meets ``max_kl``; if none does, as few of the worst layers left dense as it takes; if
-        that does not help either, the trial with the lowest KL.
-    dense_bytes_per_token : float
-        Of the dense cache, at 16 bits per element.
+    ``layers`` are judged by ``config``. ``widths`` are trials of every preset with no layer skipped, the smallest
+    first, and ``skips`` leave the worst layers dense. The suggestion is the smallest preset that stays within
+    ``max_kl`` nats; if none does, as few of the worst layers left dense as it takes; if that does not help either, the
+    trial with the lowest KL. ``dense_bytes_per_token`` counts 16 bits per element.
     """
 
     config: KVarNConfig

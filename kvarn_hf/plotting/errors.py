@@ -23,19 +23,8 @@ if TYPE_CHECKING:
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], y: str, *, log: bool = False, decimals: int = 2) -> Figure:
-    """Grouped bars with their values written above them.
-
-    Parameters
-    ----------
-    groups : mapping of str to mapping of str to float
-        For every group on the axis, the value of every series. All groups have the same series.
-    y : str
-        What the values are, with their unit.
-    log : bool
-        Logarithmic axis.
-    decimals : int
-        Of the values written.
-    """
+    """Bars in groups, with their values to so many ``decimals`` above them; ``y`` names the values and their unit,
+    ``log`` makes the axis logarithmic."""
     names = list(next(iter(groups.values())))
     made, ((ax,),) = figure(1, 1, (max(6.0, 0.62 * len(names) * len(groups) + 1.0), 3.3))
     grouped_bars(ax, groups, lambda value: f"{value:.{decimals}f}")
@@ -48,15 +37,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], y: str, *, log: bool = False
 
 
 def by_token(series: Mapping[str, torch.Tensor], y: str = "error / length of the token") -> Figure:
-    """One value per token of a tile, a line per series.
-
-    Parameters
-    ----------
-    series : mapping of str to torch.Tensor
-        ``[tokens]`` of every line.
-    y : str
-        What the values are, with their unit.
-    """
+    """A line per series of values ``[tokens]``, one for each token of a tile; ``y`` names them and their unit."""
     made, ((ax,),) = figure(1, 1, (7.0, 3.0))
     for (name, values), style in zip(series.items(), series_styles(series), strict=True):
         ax.plot(values.detach().float().cpu().numpy(), label=name, **style.line(markevery=8))
@@ -68,7 +49,7 @@ def by_token(series: Mapping[str, torch.Tensor], y: str = "error / length of the
 def accumulation(
     curves: Mapping[str, tuple[torch.Tensor, torch.Tensor]], y: str, *, start: int = 0, bin_size: int = 128
 ) -> Figure:
-    """Static and accumulated error by position.
+    """Static and accumulated error by position: dashed lines with open markers, and solid ones with filled markers.
 
     Parameters
     ----------
@@ -80,12 +61,6 @@ def accumulation(
         Position of the first of them.
     bin_size : int
         Positions that one point is the mean of.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        A dashed line with open markers for the static error of each method, a solid one with filled markers for the
-        accumulated error.
     """
     made, ((ax,),) = figure(1, 1, (7.0, 3.6))
     for (name, pair), style in zip(curves.items(), series_styles(curves), strict=True):
@@ -124,7 +99,7 @@ def magnitude_shares(largest: Sequence[float], curves: Mapping[str, Sequence[flo
 
 
 def token_norms(norms: torch.Tensor, restored: Mapping[str, torch.Tensor], most_points: int = 1500) -> Figure:
-    """Joint plots of every token's length before and after quantization, with both distributions beside them.
+    """Every token's length before and after quantization, as a scatter plot per method between the two distributions.
 
     Parameters
     ----------
@@ -133,13 +108,7 @@ def token_norms(norms: torch.Tensor, restored: Mapping[str, torch.Tensor], most_
     restored : mapping of str to torch.Tensor
         For every method, ``[tokens]``: lengths of what is read back.
     most_points : int
-        Tokens drawn, evenly taken from all, so that the picture stays small; the histograms count all of them.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        For every method a scatter plot, with a histogram of the original lengths above it and one of the restored
-        lengths to its right.
+        Tokens drawn, evenly taken from all; the histograms count all of them.
     """
     made, axes = figure(
         2, 2 * len(restored), (3.6 * len(restored), 3.5), width_ratios=(4, 1) * len(restored), height_ratios=(1, 4)

@@ -25,13 +25,7 @@ GIB = 2**30
 
 
 def cache_bytes(caches: Mapping[str, Mapping[str, int]]) -> Figure:
-    """What caches hold, one stacked bar each.
-
-    Parameters
-    ----------
-    caches : mapping of str to mapping of str to int
-        For every cache, the bytes of each of its parts.
-    """
+    """What caches hold: a stacked bar for each, of the bytes of its parts."""
     made, ((ax,),) = figure(1, 1, (7.0, 0.55 * len(caches) + 1.0))
     names = list(caches)
     parts = list(dict.fromkeys(part for held in caches.values() for part in held))
@@ -63,17 +57,8 @@ def cache_bytes(caches: Mapping[str, Mapping[str, int]]) -> Figure:
 def bytes_by_context(
     contexts: Sequence[int], caches: Mapping[str, Sequence[int]], limits: Mapping[str, int] | None = None
 ) -> Figure:
-    """How caches grow with the context.
-
-    Parameters
-    ----------
-    contexts : sequence of int
-        Tokens.
-    caches : mapping of str to sequence of int
-        For every cache, its bytes at each context.
-    limits : mapping of str to int, optional
-        Bytes at which horizontal lines are drawn, such as a GPU's free memory, by their names.
-    """
+    """How caches grow: the bytes of each at every context, in tokens. ``limits``, in bytes, are drawn as horizontal
+    lines with their names, such as a GPU's free memory."""
     made, ((ax,),) = figure(1, 1, (7.0, 3.6))
     for (name, sizes), style in zip(caches.items(), series_styles(caches), strict=True):
         gib = [size / GIB for size in sizes]
@@ -91,13 +76,7 @@ def bytes_by_context(
 
 
 def tokens_that_fit(gpus: Mapping[str, Mapping[str, int]]) -> Figure:
-    """The longest context by GPU and cache, as bars.
-
-    Parameters
-    ----------
-    gpus : mapping of str to mapping of str to int
-        For every GPU, the tokens that fit with each cache.
-    """
+    """Bars of the tokens that fit on each GPU with each cache."""
     made, ((ax,),) = figure(1, 1, (7.0, 3.4))
     grouped_bars(ax, gpus, lambda tokens: f"{tokens / 1000:,.0f}k")
     ax.yaxis.set_major_formatter(lambda x, _: f"{x / 1000:,.0f}k")
@@ -143,14 +122,8 @@ def describe(measured_with: Mapping[str, str]) -> str:
 
 
 def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Time of a decode step by context on logarithmic axes, one for each batch size.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        As :func:`kvarn_hf.bench.generate.generate` returns them: ``cache``, ``batch``, ``context``, and ``step_ms`` in
-        milliseconds (None for a run that failed, which is left out).
-    """
+    """Time of a decode step by context on logarithmic axes, one for each batch size, from rows as
+    :func:`kvarn_hf.bench.generate.generate` returns them. Runs that failed (``step_ms`` is None) are left out."""
     timed = [row for row in rows if row["step_ms"] is not None]
     batches = sorted({row["batch"] for row in timed})
     caches = list(dict.fromkeys(row["cache"] for row in timed))
@@ -171,13 +144,8 @@ def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def attention_times(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Time that reading the cache takes in one decode step, packed against dense, as horizontal bars.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        As :func:`kvarn_hf.bench.attention.attention` returns them; times in microseconds.
-    """
+    """Time that reading the cache takes in one decode step, packed against dense, as horizontal bars, from rows as
+    :func:`kvarn_hf.bench.attention.attention` returns them."""
     shapes: dict[str, dict[str, float]] = {}
     for row in rows:
         context = row["context"]

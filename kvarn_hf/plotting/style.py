@@ -85,22 +85,9 @@ def series_styles(names: Iterable[str]) -> list[SeriesStyle]:
 def figure(
     rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 3.5), **layout: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure and its axes.
+    """An empty figure of so many inches, and its axes as ``axes[row][column]``.
 
-    Parameters
-    ----------
-    rows, columns : int
-        Axes below and beside one another.
-    size : tuple of float
-        Width and height in inches.
-    **layout
-        Further arguments of :meth:`matplotlib.figure.Figure.subplots`.
-
-    Returns
-    -------
-    figure : matplotlib.figure.Figure
-    axes : list of list of matplotlib.axes.Axes
-        ``axes[row][column]``.
+    ``layout`` are further arguments of :meth:`matplotlib.figure.Figure.subplots`.
 
     Raises
     ------

@@ -18,19 +18,8 @@ _BINS = 61
 
 
 def stages(panels: Sequence[tuple[str, torch.Tensor]]) -> Figure:
-    """One tile at several stages: a heat map of each, and below it the histogram of its elements.
-
-    Parameters
-    ----------
-    panels : sequence of (str, torch.Tensor)
-        Title and matrix ``[tokens, channels]`` of every stage. A matrix of integers is shown as codes.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Heat maps in the first row, each with its own colour scale, symmetric for real numbers; histograms in the
-        second, counts on a logarithmic axis.
-    """
+    """One tile at several stages, each with its title and a matrix ``[tokens, channels]``; integers are shown as codes.
+    Heat maps with a colour scale each, symmetric for real numbers, stand above histograms of the elements."""
     made, axes = figure(2, len(panels), (2.6 * len(panels), 4.6), height_ratios=(1.5, 1))
     from matplotlib.ticker import MaxNLocator
 
@@ -52,19 +41,8 @@ def stages(panels: Sequence[tuple[str, torch.Tensor]]) -> Figure:
 
 
 def spreads(series: Mapping[str, torch.Tensor]) -> Figure:
-    """How even a tile is: the standard deviation of every channel, and of every token.
-
-    Parameters
-    ----------
-    series : mapping of str to torch.Tensor
-        Name and matrix ``[tokens, channels]`` of every stage. Each is shown relative to its own median deviation, so
-        that a flat line at 1 is even.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Two axes, channels and tokens, one line per series in each.
-    """
+    """How even a tile ``[tokens, channels]`` is at every stage: the standard deviation of every channel, and of every
+    token, relative to the median one, so that a flat line at 1 is even."""
     made, axes = figure(1, 2, (8.0, 3.2), sharey=True)
     for ax, dim, name in ((axes[0][0], 0, "channel"), (axes[0][1], 1, "token")):
         for index, (label, tile) in enumerate(series.items()):
@@ -78,13 +56,7 @@ def spreads(series: Mapping[str, torch.Tensor]) -> Figure:
 
 
 def outlier_profile(series: Mapping[str, torch.Tensor]) -> Figure:
-    """The standard deviation of every channel, as it is, on a logarithmic axis.
-
-    Parameters
-    ----------
-    series : mapping of str to torch.Tensor
-        Name and matrix ``[tokens, channels]`` of every line.
-    """
+    """The standard deviation of every channel of tiles ``[tokens, channels]``, on a logarithmic axis."""
     made, ((ax,),) = figure(1, 1, (7.0, 3.0))
     for index, (label, tile) in enumerate(series.items()):
         deviation = tile.detach().float().cpu().std(0, correction=0).numpy()
