@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -209,10 +209,7 @@ def bench_quantize(
     preset: _Preset = "kvarn_k4v2_g128",
 ) -> None:
     """Time quantizing and dequantizing one layer, and compare with the copy bandwidth."""
-    _require_gpu("quantize")
-    from kvarn_hf.bench.quantize import quantize
-
-    _measure(lambda: quantize(tokens, heads, head_dim, preset))
+    _run_bench("quantize", tokens, heads, head_dim, preset)
 
 
 @bench.command("attention")
@@ -220,10 +217,7 @@ def bench_attention(
     out: Annotated[Path | None, typer.Option(help="Folder for bench_attention.json and .md.")] = None,
 ) -> None:
     """Time one decode step's attention over packed tiles, against dense attention."""
-    _require_gpu("attention")
-    from kvarn_hf.bench.attention import attention
-
-    _measure(lambda: attention(out=out))
+    _run_bench("attention", out=out)
 
 
 @bench.command("generate")
@@ -240,11 +234,9 @@ def bench_generate(
     out: Annotated[Path | None, typer.Option(help="Folder for bench_generate.json and .md.")] = None,
 ) -> None:
     """Time decode steps of generate() with several caches, on random weights."""
-    _require_gpu("generate")
-    from kvarn_hf.bench.generate import DEFAULT_CACHES, generate
-
-    contexts, batches = context or (2048, 8192, 32768), batch or (1, 8)
-    _measure(lambda: generate(shape, contexts, batches, cache or DEFAULT_CACHES, new_tokens=new_tokens, out=out))
+    caches = {"caches": cache} if cache else {}
+    sizes = context or (2048, 8192, 32768), batch or (1, 8)
+    _run_bench("generate", shape, *sizes, new_tokens=new_tokens, out=out, **caches)
 
 
 @bench.command("monitor")
@@ -256,22 +248,17 @@ def bench_monitor(
     out: Annotated[Path | None, typer.Option(help="Folder for bench_monitor.json and .md.")] = None,
 ) -> None:
     """Time decode steps of generate() with a cache's monitor off and on."""
-    _require_gpu("monitor")
-    from kvarn_hf.bench.monitor import monitor
-
-    _measure(lambda: monitor(shape, context or (8192,), batch or (1, 8), segments, out=out))
+    _run_bench("monitor", shape, context or (8192,), batch or (1, 8), segments, out=out)
 
 
-def _require_gpu(command: str) -> None:
+def _run_bench(name: str, *arguments: Any, **options: Any) -> None:
+    """Run the function of ``kvarn_hf.bench`` that has the name of its module."""
     import torch
 
     if not torch.cuda.is_available():
-        _fail(f"`kvarn bench {command}` measures on a GPU, and this machine has no CUDA GPU that torch can use.")
-
-
-def _measure(run: Callable[[], object]) -> None:
+        _fail(f"`kvarn bench {name}` measures on a GPU, and this machine has no CUDA GPU that torch can use.")
     try:
-        run()
+        getattr(import_module(f"kvarn_hf.bench.{name}"), name)(*arguments, **options)
     except (ValueError, RuntimeError) as error:
         _fail(error)
 

@@ -207,9 +207,15 @@ def _attention_error(
 
     def weights_of(keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """``[heads, group, query, keys]``, float32."""
-        scaling = query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"]
-        extras = {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
-        found = attention_weights(query[:, :, at], keys, mask, scaling=scaling, dtype=torch.float32, **extras)
+        found = attention_weights(
+            query[:, :, at],
+            keys,
+            mask,
+            scaling=query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"],
+            softcap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+            dtype=torch.float32,
+        )
         return found[0].unflatten(0, (heads, -1))
 
     weights = weights_of(key, past)
