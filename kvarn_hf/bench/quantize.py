@@ -98,10 +98,7 @@ def _differing_codes(keys: torch.Tensor, values: torch.Tensor, config: KVarNConf
     actual = _quantizing(keys, values, config)().filled()
     prescale = ops.key_prescale(keys[:, :, : config.tile_size]).unsqueeze(2)
     key_tiles, value_tiles = (x.unflatten(2, (-1, config.tile_size)) for x in (keys, values))
-    expected = (
-        reference.quantize_keys(key_tiles, prescale, config),
-        reference.quantize_values(value_tiles, config),
-    )
+    expected = (reference.quantize_keys(key_tiles, prescale, config), reference.quantize_values(value_tiles, config))
     unpacks = (packing.unpack_keys, config.key_bits), (packing.unpack_values, config.value_bits)
     difference = torch.cat(
         [
@@ -131,12 +128,7 @@ def _dequantizing(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig)
     taken = milliseconds([lambda: ops.dense(state)])
     rate = (stored_bytes(state) + keys.nbytes + values.nbytes) / taken / 1e6
     copy = copy_bandwidth() / 1e9
-    return {
-        "dequantize_ms": taken,
-        "dequantize_gb_per_s": rate,
-        "copy_gb_per_s": copy,
-        "dequantize_share": rate / copy,
-    }
+    return {"dequantize_ms": taken, "dequantize_gb_per_s": rate, "copy_gb_per_s": copy, "dequantize_share": rate / copy}
 
 
 def _prefill_memory(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> dict[str, int]:

@@ -12,10 +12,7 @@ from typing import Any
 from kvarn_hf.plotting.style import dress, figure, series_style
 
 Record = dict[str, Any]
-_COMPARABLE = (
-    ("4-bit keys", r"_k4v2_g128$|-int4$|-4bit$"),
-    ("2-bit keys", r"_k2v2_g128$|-int2$"),
-)
+_COMPARABLE = (("4-bit keys", r"_k4v2_g128$|-int4$|-4bit$"), ("2-bit keys", r"_k2v2_g128$|-int2$"))
 _DASHES = {"accumulated": "-", "static": "--"}
 
 

@@ -193,11 +193,7 @@ def dense_reference(
 
 
 def pseudo_decode(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    make_cache: Callable[[], Any],
-    block: int = BLOCK,
-    skip: int = SKIP,
+    model: PreTrainedModel, input_ids: torch.Tensor, make_cache: Callable[[], Any], block: int = BLOCK, skip: int = SKIP
 ) -> PseudoDecodeResult:
     """Measure KL(dense || quantized) of the next-token distributions in pseudo-decode.
 
