@@ -82,11 +82,6 @@ def load_model(
     device : torch.device or str, optional
         None: the current GPU if there is one, else the CPU.
 
-    Returns
-    -------
-    model : transformers.PreTrainedModel
-    tokenizer : transformers.PreTrainedTokenizerBase
-
     Raises
     ------
     ValueError

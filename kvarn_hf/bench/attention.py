@@ -27,7 +27,7 @@ from kvarn_hf.state.layer_state import LayerState
 
 
 class Shape(NamedTuple):
-    """One row of the table. ``groups`` query heads share a KV head."""
+    """One row of the table: KV ``heads``, each shared by ``groups`` query heads."""
 
     batch: int
     context: int
@@ -140,18 +140,8 @@ def attention(
 ) -> list[dict[str, Any]]:
     """Measure and print, row by row: packed, the best dense SDPA backend, dequantizing and SDPA, and the copy floor.
 
-    Parameters
-    ----------
-    shapes : iterable of Shape
-        Batch, context, KV heads, query heads per KV head, head_dim.
-    presets : iterable of str
-    out : str or Path, optional
-        Folder for ``bench_attention.json`` and ``.md``.
-
-    Returns
-    -------
-    list of dict
-        One per shape and preset; times in microseconds.
+    Returns one dictionary per shape and preset, with times in microseconds; ``out`` is a folder for
+    ``bench_attention.json`` and ``.md``.
 
     Raises
     ------

@@ -24,12 +24,7 @@ def cold_inputs(make: Callable[[int], _Input], size: int) -> list[_Input]:
 def milliseconds(calls: Sequence[Callable[[], object]], replays: int = 51) -> float:
     """Median time of one call, in milliseconds: what the GPU takes, however slowly Python launches it.
 
-    Parameters
-    ----------
-    calls : sequence of callable
-        The same work over different inputs; see :func:`cold_inputs`.
-    replays : int
-        Of the graph of all calls.
+    ``calls`` do the same work over different inputs (see :func:`cold_inputs`); a graph of all of them is replayed.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

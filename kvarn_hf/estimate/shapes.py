@@ -69,7 +69,8 @@ class ModelShapes:
         """
         if not isinstance(config, PreTrainedConfig):
             raise ValueError(f"config must be a model's config, got {config!r}")
-        chosen = cache_dtype(config, dtype)
+        own = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.bfloat16
+        chosen = torch_dtype(own if dtype is None else dtype)
         try:
             # A copy: building a model writes the choices below into its config.
             with torch.device("meta"):
@@ -124,18 +125,6 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         reason = _first_line(error)
         raise ValueError(f"model must be a config that Transformers knows, got {str(file)!r}: {reason}") from error
-
-
-def cache_dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None = None) -> torch.dtype:
-    """The dtype that is asked for, else the config's own, else bfloat16.
-
-    Raises
-    ------
-    ValueError
-        If it is not one that a cache can hold.
-    """
-    own = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.bfloat16
-    return torch_dtype(own if dtype is None else dtype)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

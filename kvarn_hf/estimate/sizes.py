@@ -131,22 +131,12 @@ def most_tokens(
 ) -> int | None:
     """How long ``batch`` rows can get, token by token, before their cache outgrows ``free_bytes``.
 
-    Parameters
-    ----------
-    config, batch, kvarn, dtype
-        As for :func:`estimate`; ``kvarn=None`` stands for the dense cache.
-    free_bytes : int
-        Memory for the cache.
+    The other arguments and the errors are those of :func:`estimate`; ``kvarn=None`` stands for the dense cache.
 
     Returns
     -------
     int or None
         Tokens of every row, 0 if not even one fits; None if no length is too long (2,147,483,648 tokens fit).
-
-    Raises
-    ------
-    ValueError
-        As :func:`estimate`.
     """
     batch = whole("batch", batch, least=1)
     peak = _peak(ModelShapes.of(config, dtype), kvarn)

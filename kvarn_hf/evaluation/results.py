@@ -30,17 +30,8 @@ def environment(device: torch.device | str, seed: int) -> dict[str, Any]:
 
 
 class ResultFile:
-    """The records of one suite and model.
-
-    Parameters
-    ----------
-    path : Path
-        Read if it is there.
-    model : str
-        The model's name.
-    key : iterable of str
-        The fields that tell one record from another.
-    """
+    """The records of one suite and model, in a file that is read if it is there; ``key`` are the fields that tell one
+    record from another."""
 
     def __init__(self, path: Path, model: str, key: Iterable[str]) -> None:
         self.path, self.key = path, tuple(key)

@@ -51,25 +51,18 @@ class Encoded:
 
 
 def ask(model: Any, encoded: Encoded, cache: Any, history: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether greedy decoding gives each answer, and the answer's log-likelihood.
+    """Whether greedy decoding gives each answer, and its log-likelihood: ``[rows]``, bool and float32, in nats.
 
     All tokens of an answer are given at once, each behind the right ones: they are all most likely exactly if greedy
     decoding produces them.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-    encoded : Encoded
     cache : transformers.Cache
         Empty.
     history : str
         ``"static"``: the prompt is one prefill, so that only the answer reads the quantized history.
         ``"accumulated"``: the prompt runs in blocks too, and later parts of it read earlier ones quantized.
-
-    Returns
-    -------
-    right, log_likelihood : torch.Tensor
-        ``[rows]``, bool and float32, in nats.
     """
     wanted, prompt = encoded.answers, encoded.prompt_tokens
     # The prompt's last token predicts the first of the answer, whose own last token predicts nothing that is asked.
@@ -93,20 +86,18 @@ def measure(
     histories: Sequence[str] = HISTORIES,
     batch: int = 8,
 ) -> None:
-    """Measure every combination that is not in the results yet.
+    """Measure every combination that is not in the results yet; the dense cache is always measured too.
 
     Parameters
     ----------
     caches : sequence of str
-        Names, see :mod:`kvarn_hf.evaluation.caches`; the dense cache is always measured too.
+        Names, see :mod:`kvarn_hf.evaluation.caches`.
     lines : sequence of int
         Line retrieval: lines of a record.
     samples : int
         Questions for each number of lines, and for each haystack and length one eleventh of it at every depth.
-    haystacks : sequence of Path
-        Texts to hide a needle in.
-    lengths : sequence of int
-        Tokens of a haystack.
+    haystacks, lengths : sequence of Path, sequence of int
+        Texts to hide a needle in, and the tokens of each.
     histories : sequence of str
         See :func:`ask`.
     batch : int

@@ -25,14 +25,14 @@ def measure(
     data: Path | None = None,
     task_folder: Path | None = None,
 ) -> None:
-    """Measure every combination that is not in the results yet.
+    """Measure every combination that is not in the results yet; the dense cache is always measured too.
 
     Parameters
     ----------
     tasks : sequence of str
         Names that lm-eval knows, or of a YAML file in ``task_folder``.
     caches : sequence of str
-        Names, see :mod:`kvarn_hf.evaluation.caches`; the dense cache is always measured too.
+        Names, see :mod:`kvarn_hf.evaluation.caches`.
     limit : int, optional
         The first so many examples of each task.
     batch : int

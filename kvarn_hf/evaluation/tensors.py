@@ -26,24 +26,12 @@ _RECORDED = "kvarn-recorded"
 
 
 def vector_errors(exact: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How token vectors differ, in each row.
+    """How token vectors ``[rows, heads, tokens, head_dim]`` differ, in each row: a dict of ``[rows]``, float32.
 
-    Parameters
-    ----------
-    exact, read : torch.Tensor
-        ``[rows, heads, tokens, head_dim]``.
-
-    Returns
-    -------
-    dict
-        Each ``[rows]``, float32: ``relative_error`` (Frobenius norms), ``magnitude_share`` (of the squared error),
-        ``worst_magnitude_share`` (of the 5 % of vectors with the largest error), ``worst_error_share`` (how much of all
-        squared error those 5 % hold), ``norm_error`` and ``norm_error_p999`` (mean and 99.9th percentile of
-        ``abs(|k_hat| / |k| - 1)``).
-
-    Notes
-    -----
-    KVarN, arXiv:2606.03458, figure 1; magnitude as in :class:`~kvarn_hf.method.errors.TokenErrors`.
+    ``relative_error`` (Frobenius norms), ``magnitude_share`` (of the squared error), ``worst_magnitude_share`` (of the
+    5 % of vectors with the largest error), ``worst_error_share`` (how much of all squared error those 5 % hold),
+    ``norm_error`` and ``norm_error_p999`` (mean and 99.9th percentile of ``abs(|k_hat| / |k| - 1)``): figure 1 of
+    KVarN, arXiv:2606.03458, with magnitude as in :class:`~kvarn_hf.method.errors.TokenErrors`.
     """
     exact, read = exact.float(), read.float()
     parts = token_errors(exact, read)
@@ -70,14 +58,8 @@ def attention_error(
 ) -> torch.Tensor:
     """Relative error of the newest tokens' attention outputs, ``[rows]``, float32.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        ``[rows, query_heads, new, head_dim]``.
-    scaling : float, optional
-        Of the scores; None for ``head_dim ** -0.5``.
-    exact, read : tuple of torch.Tensor
-        Keys and values, ``[rows, heads, tokens, head_dim]``, the new ones last.
+    ``query`` is ``[rows, query_heads, new, head_dim]``, ``scaling`` the factor of the scores, None for ``head_dim **
+    -0.5``, and ``exact`` and ``read`` are keys and values ``[rows, heads, tokens, head_dim]``, the new ones last.
     """
     new, tokens = query.shape[2], exact[0].shape[2]
     mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)

@@ -20,15 +20,8 @@ _LISTED_TOKENS = 5
 
 
 def show(found: Inspection, token_text: Callable[[int], str], context: int, console: Console) -> None:
-    """Print tables and the suggestion.
-
-    Parameters
-    ----------
-    token_text : callable
-        Takes a position in the text, returns its token as text.
-    context : int
-        Tokens to give the cost for.
-    """
+    """Print tables and the suggestion, with its cost for ``context`` tokens; ``token_text`` takes a position in the
+    text and returns its token as text."""
     console.print(_layers(found))
     console.print(
         f"Attention KL: of the weights, in nats, mean over heads. Error: |o - ô| / |o| of the attention's output with "
@@ -150,38 +143,34 @@ def _trials(found: Inspection) -> Table:
 
 
 def _conclusions(found: Inspection, context: int) -> list[str]:
-    lines = []
-    if found.outlier_layers:
-        varying = [
-            layer.layer
-            for layer in found.outlier_layers
-            if any(c.side == "keys" and c.spread >= VARYING_CHANNEL for c in layer.outlier_channels)
-        ]
-        layers = _list(layer.layer for layer in found.outlier_layers)
-        text = f"Layers with outlier key channels, as a key bias makes them: {layers}."
-        if varying:
-            text += f" They vary from token to token in {_list(varying)}"
-            text += "; elsewhere a zero point takes them in." if len(varying) < len(found.outlier_layers) else "."
-            if found.config.method == "kvarn":
-                text += " The pre-scale damps them before the rotation."
-        else:
-            text += " They hardly vary from token to token: a zero point takes them in."
-        lines.append(text)
-    else:
-        lines.append("No layer has outlier key channels.")
     best = found.suggestion
     needs = f"layers to skip: {_list(best.skip_layers)}" if best.skip_layers else "no layer needs to be skipped"
     size, dense = best.bytes_per_token, found.dense_bytes_per_token
-    lines.append(
+    return [
+        _outliers(found),
         f"[bold]Suggestion: {best.config.name}, {needs}[/bold] (KL {best.kl:.4f} nats, "
-        f"{'within' if best.kl <= found.max_kl else 'no setting is within'} {found.max_kl:g})."
-    )
-    lines.append(
+        f"{'within' if best.kl <= found.max_kl else 'no setting is within'} {found.max_kl:g}).",
         f"Cost: {size:,.0f} bytes per token of the full-attention layers instead of {dense:,.0f} at 16 bits; "
-        f"{size * context / 2**20:,.1f} MiB instead of {dense * context / 2**20:,.1f} for {context:,} tokens."
-    )
-    lines.append(f"    {_code(best)}")
-    return lines
+        f"{size * context / 2**20:,.1f} MiB instead of {dense * context / 2**20:,.1f} for {context:,} tokens.",
+        f"    {_code(best)}",
+    ]
+
+
+def _outliers(found: Inspection) -> str:
+    layers = found.outlier_layers
+    if not layers:
+        return "No layer has outlier key channels."
+    varying = [
+        layer.layer
+        for layer in layers
+        if any(c.side == "keys" and c.spread >= VARYING_CHANNEL for c in layer.outlier_channels)
+    ]
+    text = f"Layers with outlier key channels, as a key bias makes them: {_list(layer.layer for layer in layers)}. "
+    if not varying:
+        return f"{text}They hardly vary from token to token: a zero point takes them in."
+    text += f"They vary from token to token in {_list(varying)}"
+    text += "; elsewhere a zero point takes them in." if len(varying) < len(layers) else "."
+    return text + (" The pre-scale damps them before the rotation." if found.config.method == "kvarn" else "")
 
 
 def _code(trial: Trial) -> str:

@@ -118,12 +118,8 @@ class TileLog:
     """The figures of one layer's tiles, on the layer's device.
 
     Slot i is about tile ``i * every``. Like the tiles they describe, figures are a function of the tokens alone, and
-    follow every batch operation; those behind the last tile held are stale and will be overwritten.
-
-    Parameters
-    ----------
-    queue : Queue, optional
-        Shared with the other layers of a cache, which settles it.
+    follow every batch operation; those behind the last tile held are stale and will be overwritten. A ``queue`` that is
+    shared with the other layers of a cache is settled by the cache.
     """
 
     def __init__(self, monitor: Monitor, queue: Queue | None = None) -> None:
@@ -140,6 +136,7 @@ class TileLog:
 
     @figures.setter
     def figures(self, figures: torch.Tensor | None) -> None:
+        """Forget what was seen, and keep these instead."""
         self.queue.settle()
         self._figures = figures
 

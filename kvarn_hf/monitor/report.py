@@ -183,17 +183,8 @@ def _table(records: list[dict[str, Any]]) -> Table:
 
 
 def warn(log: TileLog, layer: int, config: KVarNConfig, figures: torch.Tensor) -> None:
-    """Raise the warnings that a layer's figures call for, each kind once per side.
-
-    Parameters
-    ----------
-    log : TileLog
-        Remembers what it has warned of.
-    layer : int
-        Its index.
-    figures : torch.Tensor
-        From :meth:`TileLog.held`.
-    """
+    """Raise the warnings that a layer's figures, from :meth:`TileLog.held`, call for: each kind once per side, as the
+    log remembers."""
     monitor, size = log.monitor, config.tile_size
     for index, side in enumerate(SIDES):
         for kind, alarm in _alarms(monitor, figures[..., index, :]).items():
