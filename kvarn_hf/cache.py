@@ -22,7 +22,8 @@ from kvarn_hf.layers.growing import KVarNLayer
 from kvarn_hf.layers.packed import PackedLayer
 from kvarn_hf.layers.reading import reads_lazily
 from kvarn_hf.layers.step import SharedStep
-from kvarn_hf.monitor.log import Monitor, Queue, Report, TileLog, warn
+from kvarn_hf.monitor.log import Monitor, Queue, TileLog
+from kvarn_hf.monitor.report import Report, warn
 
 _STATIC = StaticKVarNLayer, StaticLayer
 

@@ -8,7 +8,6 @@ from transformers import DynamicCache, LlamaConfig
 from typer.testing import CliRunner
 
 from kvarn_hf import KVarNCache, KVarNConfig
-from kvarn_hf.cache import _bytes
 from kvarn_hf.cli import app
 from kvarn_hf.estimate import ModelShapes, estimate, load_config, most_rows, most_tokens
 from tests import models_tiny

@@ -12,17 +12,8 @@ import transformers
 
 
 def save(rows: Sequence[dict[str, Any]], benchmark: str, folder: str | Path) -> Path:
-    """Write ``bench_<benchmark>.json`` and ``.md``, and return the JSON file's path.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        All with the same keys.
-    benchmark : str
-        Its name.
-    folder : str or Path
-        Created if it is not there.
-    """
+    """Write rows with the same keys as ``bench_<benchmark>.json`` and ``.md`` into a folder, which is created if it is
+    not there, and return the JSON file's path."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"bench_{benchmark}.json"

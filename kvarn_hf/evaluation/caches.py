@@ -45,22 +45,11 @@ DEFAULT_CACHES = (
 class CacheSpec:
     """A cache that can be made for any model.
 
-    Parameters
-    ----------
-    name : str
-    make : callable
-        Takes the model, returns an empty cache.
-    bits_per_element : callable
-        Takes head_dim, returns the stored bits of a quantized key or value element, scales included, in a model of
-        16-bit floating point.
-    kvarn : KVarNConfig, optional
-        The settings, of a :class:`~kvarn_hf.KVarNCache`.
-    package : str, optional
-        What has to be importable.
-    reads_in_blocks : bool
-        Whether several new tokens at once attend to the history; otherwise only single tokens do.
-    release : callable
-        Takes the model and undoes what ``make`` did to it.
+    ``make`` takes the model and returns an empty cache, and ``release`` undoes what that did to the model.
+    ``bits_per_element`` takes head_dim and returns the stored bits of a quantized key or value element, scales
+    included, in a model of 16-bit floating point. ``kvarn`` are the settings of a :class:`~kvarn_hf.KVarNCache`,
+    ``package`` is what must be importable. Where ``reads_in_blocks`` is False, only single new tokens attend to the
+    history.
     """
 
     name: str
@@ -144,15 +133,11 @@ def _with_layers(make_layer: Callable[[], Any]) -> Callable[[Any], Cache]:
     return make
 
 
-def _quanto_layer(bits: int) -> Any:
-    from transformers.cache_utils import QuantoQuantizedLayer
+def _quantized_layer(backend: str, bits: int) -> Any:
+    from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 
-    return QuantoQuantizedLayer(nbits=bits)
-
-
-def _hqq_layer(bits: int) -> Any:
-    from transformers.cache_utils import HQQQuantizedLayer
-
+    if backend == "quanto":
+        return QuantoQuantizedLayer(nbits=bits)
     return HQQQuantizedLayer(nbits=bits, axis_key=1, axis_value=1)  # the axis that its documentation recommends
 
 
@@ -182,18 +167,18 @@ def _unpatch_fused_turboquant(model: Any) -> None:
     unpatch_model(model)
 
 
-def _grouped(bits: int) -> Callable[[int], float]:
-    return lambda head_dim: bits + 2 * 16 / 64  # a scale and a zero point for every 64 elements
+def _quantized(backend: str, bits: int, package: str) -> CacheSpec:
+    stored = bits + 2 * 16 / 64  # a scale and a zero point for every 64 elements
+    make = _with_layers(lambda: _quantized_layer(backend, bits))
+    return CacheSpec(f"{backend}-int{bits}", make, lambda head_dim: stored, package=package)
 
 
 _OTHERS = {
     spec.name: spec
     for spec in (
         CacheSpec("dense", lambda model: DynamicCache(config=model.config), lambda head_dim: 16.0),
-        CacheSpec("quanto-int4", _with_layers(lambda: _quanto_layer(4)), _grouped(4), package="optimum.quanto"),
-        CacheSpec("quanto-int2", _with_layers(lambda: _quanto_layer(2)), _grouped(2), package="optimum.quanto"),
-        CacheSpec("hqq-int4", _with_layers(lambda: _hqq_layer(4)), _grouped(4), package="hqq"),
-        CacheSpec("hqq-int2", _with_layers(lambda: _hqq_layer(2)), _grouped(2), package="hqq"),
+        *(_quantized("quanto", bits, "optimum.quanto") for bits in (4, 2)),
+        *(_quantized("hqq", bits, "hqq") for bits in (4, 2)),
         # Codes of any width take a byte each, and a vector's norm is a float32.
         CacheSpec(
             "turboquant-4bit",

@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 Record = dict[str, Any]
+Section = tuple[str, list[str]]  # a heading, and the lines below it
 
 
 def write_reports(folder: Path) -> list[Path]:
@@ -61,42 +62,19 @@ def _groups(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[Any, 
 def _by_cache(records: list[Record]) -> list[tuple[str, list[Record]]]:
     """Records of each cache: those with fewer bits first, and among equals the one with the smallest error."""
     groups = [(key[0], group) for key, group in _groups(records, ["cache"]).items()]
-    return sorted(groups, key=lambda item: (item[1][0].get("bits") or 99, _error(item[1])))
+    return sorted(groups, key=lambda item: (item[1][0].get("bits") or 99, mean(r.get("mean", 0.0) for r in item[1])))
 
 
-def _error(records: list[Record]) -> float:
-    return mean(r.get("mean", 0.0) for r in records)
-
-
-def _divergence(records: list[Record]) -> list[tuple[str, list[str]]]:
+def _divergence(records: list[Record]) -> list[Section]:
     sections = []
     for setting, chosen in _groups(records, ["tokens", "stretches", "dtype", "history"]).items():
         tokens, stretches, dtype, history = setting
         texts = list(dict.fromkeys(r["text"] for r in chosen))
-        rows, each = [], []
-        for cache, group in _by_cache(chosen):
-            ratio = [r["perplexity_ratio"] for r in group if r.get("perplexity_ratio") is not None]
-            rows.append(
-                [
-                    f"`{cache}`",
-                    _number(group[0].get("bits"), 4),
-                    str(len(group)),
-                    over_texts([r["mean"] for r in group]),
-                    _number(mean(r["median"] for r in group), 2),
-                    _number(mean(r["p999"] for r in group), 2),
-                    _number(max(r["max"] for r in group), 3),
-                    f"{mean(r['top1'] for r in group):.3f}",
-                    f"{mean(ratio):.4f}" if ratio else "",
-                ]
-            )
-            by_text = {r["text"]: r for r in group}
-            cells = [by_text.get(text) for text in texts]
-            each.append(
-                [f"`{cache}`", *(f"{r['mean']:.5f} / {r['p999']:.2f} / {r['top1']:.3f}" if r else "" for r in cells)]
-            )
+        caches = _by_cache(chosen)
         head = ["cache", "bits", "texts", "mean KL", "median", "99.9th", "max", "top-1", "perplexity ratio"]
-        tables = [*_table(head, rows), "", "Mean KL / 99.9th percentile / top-1 agreement on each text:", ""]
-        tables += _table(["cache", *texts], each)
+        tables = [*_table(head, [[f"`{cache}`", *_divergence_of(group)] for cache, group in caches]), ""]
+        tables += ["Mean KL / 99.9th percentile / top-1 agreement on each text:", ""]
+        tables += _table(["cache", *texts], [[f"`{cache}`", *_each_text(group, texts)] for cache, group in caches])
         if history == "accumulated" or len({r["history"] for r in records}) == 1:
             tables += _positions(chosen)
         times = f"{stretches} times " if stretches > 1 else ""
@@ -104,18 +82,38 @@ def _divergence(records: list[Record]) -> list[tuple[str, list[str]]]:
     return sections
 
 
+def _divergence_of(group: list[Record]) -> list[str]:
+    ratio = [r["perplexity_ratio"] for r in group if r.get("perplexity_ratio") is not None]
+    return [
+        _number(group[0].get("bits"), 4),
+        str(len(group)),
+        over_texts([r["mean"] for r in group]),
+        _number(mean(r["median"] for r in group), 2),
+        _number(mean(r["p999"] for r in group), 2),
+        _number(max(r["max"] for r in group)),
+        f"{mean(r['top1'] for r in group):.3f}",
+        f"{mean(ratio):.4f}" if ratio else "",
+    ]
+
+
+def _each_text(group: list[Record], texts: list[str]) -> list[str]:
+    cells = {r["text"]: f"{r['mean']:.5f} / {r['p999']:.2f} / {r['top1']:.3f}" for r in group}
+    return [cells.get(text, "") for text in texts]
+
+
 def _positions(records: list[Record], columns: int = 8) -> list[str]:
     """Mean KL over all texts by position, in at most so many columns."""
     located = [r for r in records if r.get("by_position")]
     if not located or len(located[0]["by_position"]) < 2:
         return []
-    step = -(-len(located[0]["by_position"]) // columns)
-    first, width = located[0]["first_position"], located[0]["position_width"] * step
-    head = ["cache", *(f"{first + width * i:,}" for i in range(-(-len(located[0]["by_position"]) // step)))]
+    count, first = len(located[0]["by_position"]), located[0]["first_position"]
+    step = -(-count // columns)
+    width = located[0]["position_width"] * step
     rows = []
     for cache, group in _by_cache(located):
         means = [mean(values) for values in zip(*(r["by_position"] for r in group), strict=True)]
-        rows.append([f"`{cache}`", *(_number(mean(means[i : i + step]), 2) for i in range(0, len(means), step))])
+        rows.append([f"`{cache}`", *(_number(mean(means[i : i + step]), 2) for i in range(0, count, step))])
+    head = ["cache", *(f"{first + width * i:,}" for i in range(-(-count // step)))]
     return ["", f"Mean KL of the {width:,} positions from:", "", *_table(head, rows)]
 
 
@@ -132,20 +130,20 @@ _TENSOR_COLUMNS = {
 }
 
 
-def _tensor(records: list[Record]) -> list[tuple[str, list[str]]]:
+def _tensor(records: list[Record]) -> list[Section]:
     sections = []
     for (tokens, dtype, history), chosen in _groups(records, ["tokens", "dtype", "history"]).items():
-        rows = []
-        for cache, group in _by_cache(chosen):
-            cells = [_number(mean(mean(r[name]) for r in group)) for name in _TENSOR_COLUMNS]
-            rows.append([f"`{cache}`", _number(group[0]["bits"], 4), *cells])
-        sections.append(
-            (f"{tokens:,} tokens, {dtype}, {history}", _table(["cache", "bits", *_TENSOR_COLUMNS.values()], rows))
-        )
+        rows = [
+            [f"`{cache}`", _number(group[0]["bits"], 4)]
+            + [_number(mean(mean(r[name]) for r in group)) for name in _TENSOR_COLUMNS]
+            for cache, group in _by_cache(chosen)
+        ]
+        table = _table(["cache", "bits", *_TENSOR_COLUMNS.values()], rows)
+        sections.append((f"{tokens:,} tokens, {dtype}, {history}", table))
     return sections
 
 
-def _retrieval(records: list[Record]) -> list[tuple[str, list[str]]]:
+def _retrieval(records: list[Record]) -> list[Section]:
     sections = []
     for (task, dtype, history), chosen in _groups(records, ["task", "dtype", "history"]).items():
         if {r["cache"] for r in chosen} == {"dense"}:
@@ -155,38 +153,26 @@ def _retrieval(records: list[Record]) -> list[tuple[str, list[str]]]:
         sizes = sorted({r["size"] for r in chosen})
         rows = []
         for (cache,), group in _groups(chosen, ["cache"]).items():
-            by_size = {r["size"]: r for r in group}
-            found = [by_size.get(size) for size in sizes]
-            rows.append(
-                [
-                    f"`{cache}`",
-                    *(
-                        f"{r['accuracy']:.3f} ± {r['standard_error']:.3f} ({r['log_likelihood']:.2f})" if r else ""
-                        for r in found
-                    ),
-                ]
-            )
+            cells = {r["size"]: f"{_accuracy(r, 'accuracy')} ({r['log_likelihood']:.2f})" for r in group}
+            rows.append([f"`{cache}`", *(cells.get(size, "") for size in sizes)])
         unit = "lines" if task == "lines" else "tokens"
-        sections.append(
-            (f"{task}, {dtype}, {history}", _table(["cache", *(f"{size:,} {unit}" for size in sizes)], rows))
-        )
+        table = _table(["cache", *(f"{size:,} {unit}" for size in sizes)], rows)
+        sections.append((f"{task}, {dtype}, {history}", table))
     return sections
 
 
-def _tasks(records: list[Record]) -> list[tuple[str, list[str]]]:
-    rows = [
-        [
-            r["task"],
-            f"`{r['cache']}`",
-            r["metric"],
-            f"{r['value']:.3f} ± {r['standard_error']:.3f}" if r["standard_error"] is not None else f"{r['value']:.3f}",
-            str(r["samples"]),
-            "" if r["mean_tiles"] is None else f"{r['mean_tiles']:.1f}",
-            r["dtype"],
-        ]
-        for r in sorted(records, key=lambda r: (r["task"], r["metric"]))
-    ]
+def _tasks(records: list[Record]) -> list[Section]:
+    rows = []
+    for r in sorted(records, key=lambda r: (r["task"], r["metric"])):
+        tiles = "" if r["mean_tiles"] is None else f"{r['mean_tiles']:.1f}"
+        figures = [_accuracy(r, "value"), str(r["samples"]), tiles, r["dtype"]]
+        rows.append([r["task"], f"`{r['cache']}`", r["metric"], *figures])
     return [("tasks", _table(["task", "cache", "metric", "value", "samples", "tiles a request", "dtype"], rows))]
+
+
+def _accuracy(record: Record, name: str) -> str:
+    error = record["standard_error"]
+    return f"{record[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 _KL = """
@@ -196,7 +182,7 @@ texts; lower is better, and differences under 10 % are ties. `bits`: stored bits
 Caches named `<method>_<preset>` have the same sinks, tail and tiles.
 """
 
-_SUITES: dict[str, tuple[str, str, Callable[[list[Record]], list[tuple[str, list[str]]]]]] = {
+_SUITES: dict[str, tuple[str, str, Callable[[list[Record]], list[Section]]]] = {
     "pseudo_decode": ("Pseudo-decode KL divergence", _KL, _divergence),
     "accumulation": ("Accumulated and static error by position", _KL, _divergence),
     "tensor": (

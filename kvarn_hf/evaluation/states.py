@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 # What each layer gave the cache in one forward pass: keys and values, [rows, heads, tokens, head_dim].
@@ -61,6 +63,20 @@ def watch(cache: Any) -> States:
 
     cache.update = remember
     return read
+
+
+@contextmanager
+def replaced_attention(model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Let the model call ``attend`` as its attention function, with masks that ``mask`` makes; Transformers knows the
+    two under ``name``."""
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    before = model.config.get_text_config(decoder=True)._attn_implementation
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def joined(states: list[States], layer: int) -> tuple[torch.Tensor, torch.Tensor]:

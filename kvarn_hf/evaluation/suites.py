@@ -52,27 +52,20 @@ def evaluate(
         Folders, hub names or ``.gguf`` files; none: only tables and figures are written again.
     caches : sequence of str
         Names, see :mod:`kvarn_hf.evaluation.caches`.
-    texts : sequence of Path
-        UTF-8 files: the texts of pseudo-decode, accumulation and tensor, and retrieval's haystacks.
-    lengths : sequence of int
-        Tokens of each text.
+    texts, lengths : sequence of Path, sequence of int
+        UTF-8 files and tokens of each: the texts of pseudo-decode, accumulation and tensor, retrieval's haystacks.
     stretches : int
-        Of pseudo-decode and accumulation: stretches of so many tokens of each text, one behind the other.
+        pseudo-decode and accumulation: stretches of that many tokens in each text.
     histories : sequence of str, optional
         ``"accumulated"`` and ``"static"``; None: the suite's own.
     batch : int
         Rows in one forward pass.
     lines, samples
-        Of line retrieval.
+        See :func:`kvarn_hf.evaluation.retrieval.measure`.
     task_names, limit, chat, data
         See :func:`kvarn_hf.evaluation.tasks.measure`.
     dtype, device, out, seed, console
         See :class:`~kvarn_hf.evaluation.runner.Run`.
-
-    Returns
-    -------
-    list of Path
-        The tables and figures written.
 
     Raises
     ------

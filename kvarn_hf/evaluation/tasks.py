@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,14 @@ def measure(
     data: Path | None = None,
     task_folder: Path | None = None,
 ) -> None:
-    """Measure every combination that is not in the results yet.
+    """Measure every combination that is not in the results yet; the dense cache is always measured too.
 
     Parameters
     ----------
-    run : Run
     tasks : sequence of str
         Names that lm-eval knows, or of a YAML file in ``task_folder``.
     caches : sequence of str
-        Names, see :mod:`kvarn_hf.evaluation.caches`; the dense cache is always measured too.
+        Names, see :mod:`kvarn_hf.evaluation.caches`.
     limit : int, optional
         The first so many examples of each task.
     batch : int
@@ -59,58 +59,46 @@ def measure(
     results = run.results("tasks", KEY)
     names = list(dict.fromkeys(("dense", *caches)))
     manager = None
-    with run.progress(len(tasks) * len(names)) as steps:
-        for task in tasks:
-            for name in names:
-                spec = cache_spec(name)
-                fields = {
-                    "task": task,
-                    "cache": name,
-                    "limit": limit,
-                    "dtype": run.dtype,
-                    "chat": chat,
-                    "seed": run.seed,
-                }
-                if any(all(r.get(k) == v for k, v in fields.items()) for r in results.records):
-                    steps.end()
-                    continue
-                steps.begin(f"{run.name} {task} {name}")
-                model, tokenizer = run.loaded
-                if manager is None:
-                    metadata: dict[str, Any] = {"tokenizer": tokenizer.name_or_path}
-                    if data is not None:
-                        metadata["data"] = str(data)
-                    folder = task_folder or TASK_FOLDER
-                    manager = TaskManager(include_path=str(folder) if folder.is_dir() else None, metadata=metadata)
-                    unknown = [name for name in tasks if name not in manager.all_tasks]
-                    if unknown:
-                        raise ValueError(f"task must be one that `lm-eval ls tasks` lists, got {unknown[0]!r}")
-                line = None
-                with run.tolerating(spec):
-                    adapter = KVarNLM(model, name, tokenizer=tokenizer, batch_size=batch)
-                    found = simple_evaluate(
-                        adapter,
-                        tasks=[task],
-                        limit=limit,
-                        task_manager=manager,
-                        apply_chat_template=chat,
-                        random_seed=run.seed,
-                        numpy_random_seed=run.seed,
-                        torch_random_seed=run.seed,
-                        fewshot_random_seed=run.seed,
-                        bootstrap_iters=1000,
-                        log_samples=False,
-                        confirm_run_unsafe_code=True,
-                    )
-                    records = _records(found["results"], fields, adapter.tiles)
-                    for record in records:
-                        results.add(record, run.environment)
-                    line = "; ".join(
-                        f"{r['task']} {name} {r['metric']} {r['value']:.4f}"
-                        + (f" ± {r['standard_error']:.4f}" if r["standard_error"] is not None else "")
-                        for r in records
-                    )
-                steps.end(line)
+    with run.steps(len(tasks) * len(names)) as steps:
+        for task, name in product(tasks, names):
+            fields = {"task": task, "cache": name, "limit": limit, "dtype": run.dtype, "chat": chat, "seed": run.seed}
+            if any(fields.items() <= record.items() for record in results.records):
+                steps.end()
+                continue
+            steps.begin(f"{run.name} {task} {name}")
+            model, tokenizer = run.loaded
+            if manager is None:
+                folder = task_folder or TASK_FOLDER
+                metadata = {"tokenizer": tokenizer.name_or_path} | ({"data": str(data)} if data is not None else {})
+                manager = TaskManager(include_path=str(folder) if folder.is_dir() else None, metadata=metadata)
+                unknown = [other for other in tasks if other not in manager.all_tasks]
+                if unknown:
+                    raise ValueError(f"task must be one that `lm-eval ls tasks` lists, got {unknown[0]!r}")
+            with run.tolerating(cache_spec(name), steps):
+                adapter = KVarNLM(model, name, tokenizer=tokenizer, batch_size=batch)
+                found = simple_evaluate(
+                    adapter,
+                    tasks=[task],
+                    limit=limit,
+                    task_manager=manager,
+                    apply_chat_template=chat,
+                    random_seed=run.seed,
+                    numpy_random_seed=run.seed,
+                    torch_random_seed=run.seed,
+                    fewshot_random_seed=run.seed,
+                    bootstrap_iters=1000,
+                    log_samples=False,
+                    confirm_run_unsafe_code=True,
+                )
+                records = _records(found["results"], fields, adapter.tiles)
+                for record in records:
+                    results.add(record, run.environment)
+                steps.found("; ".join(map(_summary, records)))
+
+
+def _summary(record: dict[str, Any]) -> str:
+    error = "" if record["standard_error"] is None else f" ± {record['standard_error']:.4f}"
+    return f"{record['task']} {record['metric']} {record['value']:.4f}{error}"
 
 
 def _records(found: dict[str, dict[str, Any]], fields: dict[str, Any], tiles: Any) -> list[dict[str, Any]]:

@@ -102,21 +102,11 @@ class PackedTokens(NamedTuple):
 
 
 def figures_of(tokens: PackedTokens, config: KVarNConfig, most_rounds: int, tolerance: float) -> torch.Tensor:
-    """:data:`FIGURES` of every tile and side.
+    """:data:`FIGURES` of every tile and side: ``[batch, heads, tiles, len(SIDES), len(FIGURES)]``, float32; NaN for
+    tiles of padding alone.
 
-    Parameters
-    ----------
-    tokens : PackedTokens
-    config : KVarNConfig
-    most_rounds : int
-        Rounds of normalization to follow.
-    tolerance : float
-        A change of the imbalance by less than this share of it counts as none.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[batch, heads, tiles, len(SIDES), len(FIGURES)]``, float32; NaN for tiles of padding alone.
+    ``most_rounds`` of normalization are followed, and a change of the imbalance by less than ``tolerance`` of it counts
+    as none.
     """
     keys, values, stored_keys, stored_values, prescale, counted = tokens
     keys_hat = dequantize_keys(stored_keys, prescale, config)

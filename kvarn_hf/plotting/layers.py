@@ -17,7 +17,8 @@ _HEAT = "cividis_r"
 
 
 class Point(NamedTuple):
-    """A setting: its name, what it stores (bytes per token), what it moves (nats), and whether layers are skipped."""
+    """A setting: its name, what it stores (bytes per token), what it moves (KL divergence in nats), and whether layers
+    are skipped."""
 
     name: str
     bytes_per_token: float
@@ -26,21 +27,8 @@ class Point(NamedTuple):
 
 
 def heads(values: torch.Tensor, layers: Sequence[int], what: str) -> Figure:
-    """A heat map with a row per KV head and a column per layer, and the three largest cells marked.
-
-    Parameters
-    ----------
-    values : torch.Tensor
-        ``[layers, heads]``, not negative.
-    layers : sequence of int
-        The layers' indices.
-    what : str
-        What the values are, with their unit.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """A heat map of values ``[layers, heads]``, not negative: a row per KV head, a column per layer with the index in
+    ``layers``, and a mark on the three largest cells. ``what`` names the values and their unit."""
     count, head_count = values.shape
     made, ((ax,),) = figure(1, 1, (max(5.0, 0.26 * count + 1.6), max(1.6, 0.26 * head_count + 1.1)))
     image = ax.imshow(values.T.float().numpy(), cmap=_HEAT, vmin=0, aspect="auto", interpolation="nearest")
@@ -74,10 +62,6 @@ def channels(
         The layers' indices.
     limits : tuple of float
         From which size and which spread on a channel is an outlier.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     made, (panels,) = figure(1, len(size), (9.0, 3.3), sharey=True)
     kinds = (("root mean square", size, limits[0]), ("standard deviation", spread, limits[1]))
@@ -86,10 +70,7 @@ def channels(
         for index, (kind, data, limit) in enumerate(kinds):
             style = series_style(index)
             largest = [layer.amax().item() for layer in data[side]]
-            ax.plot(
-                layers, largest, color=style.color, linestyle=style.linestyle, marker=style.marker, markersize=4,
-                linewidth=1.1, label=f"largest {kind} (outlier from {limit:g})",
-            )  # fmt: skip
+            ax.plot(layers, largest, label=f"largest {kind} (outlier from {limit:g})", **style.line())
             ax.axhline(limit, color=style.color, linestyle=style.linestyle, linewidth=0.8, alpha=0.5)
             for layer, value in zip(layers, largest, strict=True):
                 if value >= limit or layer in outliers:
@@ -108,28 +89,11 @@ def channels(
 
 
 def widths(errors: Mapping[str, Sequence[float]], layers: Sequence[int], what: str) -> Figure:
-    """One line per preset over a model's layers.
-
-    Parameters
-    ----------
-    errors : mapping of str to sequence of float
-        For every preset, the error of each layer.
-    layers : sequence of int
-        The layers' indices.
-    what : str
-        What the errors are, with their unit.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """The error of every layer, a line per preset; ``layers`` are their indices, and ``what`` names the errors and
+    their unit."""
     made, ((ax,),) = figure(1, 1, (8.0, 3.6))
     for index, (name, values) in enumerate(errors.items()):
-        style = series_style(index)
-        ax.plot(
-            layers, values, color=style.color, linestyle=style.linestyle, marker=style.marker, markersize=4,
-            linewidth=1.1, label=name,
-        )  # fmt: skip
+        ax.plot(layers, values, label=name, **series_style(index).line())
     plain_log(ax)
     dress(ax, "", "layer", what)
     legend_above(ax, 3)
@@ -137,22 +101,9 @@ def widths(errors: Mapping[str, Sequence[float]], layers: Sequence[int], what: s
 
 
 def trade_off(points: Sequence[Point], limit: float, suggested: str, skipping: str) -> Figure:
-    """What each setting stores against how far it moves the model's output.
-
-    Parameters
-    ----------
-    points : sequence of Point
-    limit : float
-        The divergence to stay below, in nats.
-    suggested : str
-        The name of the point to emphasize.
-    skipping : str
-        The preset of the points that skip layers.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """What each setting stores against how far it moves the model's output. ``limit`` is the divergence to stay below,
+    in nats; ``suggested`` names the point to emphasize, and ``skipping`` is the preset of the points that skip
+    layers."""
     made, ((ax,),) = figure(1, 1, (8.0, 4.2))
     for skips, label in ((False, "all layers quantized"), (True, f"{skipping}, worst layers dense")):
         chosen = sorted((point for point in points if point.skips == skips), key=lambda point: point.bytes_per_token)

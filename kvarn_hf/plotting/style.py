@@ -30,6 +30,16 @@ class SeriesStyle:
     marker: str
     hatch: str
 
+    def line(self, **changes: Any) -> dict[str, Any]:
+        """Arguments of :meth:`matplotlib.axes.Axes.plot`, some of them changed."""
+        look = {"color": self.color, "linestyle": self.linestyle, "marker": self.marker}
+        return look | {"linewidth": 1.3, "markersize": 4} | changes
+
+    def bar(self) -> dict[str, Any]:
+        """Arguments of :meth:`matplotlib.axes.Axes.bar` and ``barh``."""
+        face = "white" if self.hatch else self.color
+        return {"color": face, "edgecolor": self.color, "hatch": self.hatch, "linewidth": 1.2}
+
 
 # Okabe and Ito's colours, in an order in which neighbours differ in lightness too, then a brown and a grey.
 _SERIES = (
@@ -75,22 +85,9 @@ def series_styles(names: Iterable[str]) -> list[SeriesStyle]:
 def figure(
     rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 3.5), **layout: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure and its axes.
+    """An empty figure of so many inches, and its axes as ``axes[row][column]``.
 
-    Parameters
-    ----------
-    rows, columns : int
-        Axes below and beside one another.
-    size : tuple of float
-        Width and height in inches.
-    **layout
-        Further arguments of :meth:`matplotlib.figure.Figure.subplots`.
-
-    Returns
-    -------
-    figure : matplotlib.figure.Figure
-    axes : list of list of matplotlib.axes.Axes
-        ``axes[row][column]``.
+    ``layout`` are further arguments of :meth:`matplotlib.figure.Figure.subplots`.
 
     Raises
     ------
@@ -120,24 +117,24 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "", *, legend: bool
         axes.legend(**_LEGEND)
 
 
-def grouped_bars(axes: Axes, groups: Mapping[str, Mapping[str, float]], text: Callable[[float], str]) -> None:
-    """A bar for every series of every group, with its value, as ``text`` writes it, above; all groups have the same."""
-    names = list(next(iter(groups.values())))
+def grouped_bars(
+    axes: Axes, groups: Mapping[str, Mapping[str, float]], text: Callable[[float], str], *, horizontal: bool = False
+) -> None:
+    """A bar for every series of every group, with its value, as ``text`` writes it, at the bar's end."""
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / len(names)
     for index, (name, style) in enumerate(zip(names, series_styles(names), strict=True)):
-        values = [group[name] for group in groups.values()]
-        drawn = axes.bar(
-            [group + (index - (len(names) - 1) / 2) * width for group in range(len(groups))],
-            values,
-            0.92 * width,
-            color="white" if style.hatch else style.color,
-            edgecolor=style.color,
-            hatch=style.hatch,
-            linewidth=1.2,
-            label=name,
-        )
+        present = [(place, group[name]) for place, group in enumerate(groups.values()) if name in group]
+        places = [place + (index - (len(names) - 1) / 2) * width for place, _ in present]
+        values = [value for _, value in present]
+        draw = axes.barh if horizontal else axes.bar
+        drawn = draw(places, values, 0.92 * width, label=name, **style.bar())
         axes.bar_label(drawn, [text(value) for value in values], fontsize=7, padding=1)
-    axes.set_xticks(range(len(groups)), list(groups))
+    if horizontal:
+        axes.set_yticks(range(len(groups)), list(groups))
+        axes.invert_yaxis()
+    else:
+        axes.set_xticks(range(len(groups)), list(groups))
 
 
 def plain_log(axes: Axes, which: str = "y") -> None:

@@ -18,19 +18,8 @@ _BINS = 61
 
 
 def stages(panels: Sequence[tuple[str, torch.Tensor]]) -> Figure:
-    """One tile at several stages: a heat map of each, and below it the histogram of its elements.
-
-    Parameters
-    ----------
-    panels : sequence of (str, torch.Tensor)
-        Title and matrix ``[tokens, channels]`` of every stage. A matrix of integers is shown as codes.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Heat maps in the first row, each with its own colour scale, symmetric for real numbers; histograms in the
-        second, counts on a logarithmic axis.
-    """
+    """One tile at several stages, each with its title and a matrix ``[tokens, channels]``; integers are shown as codes.
+    Heat maps with a colour scale each, symmetric for real numbers, stand above histograms of the elements."""
     made, axes = figure(2, len(panels), (2.6 * len(panels), 4.6), height_ratios=(1.5, 1))
     from matplotlib.ticker import MaxNLocator
 
@@ -52,26 +41,14 @@ def stages(panels: Sequence[tuple[str, torch.Tensor]]) -> Figure:
 
 
 def spreads(series: Mapping[str, torch.Tensor]) -> Figure:
-    """How even a tile is: the standard deviation of every channel, and of every token.
-
-    Parameters
-    ----------
-    series : mapping of str to torch.Tensor
-        Name and matrix ``[tokens, channels]`` of every stage. Each is shown relative to its own median deviation, so
-        that a flat line at 1 is even.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Two axes, channels and tokens, one line per series in each.
-    """
+    """How even a tile ``[tokens, channels]`` is at every stage: the standard deviation of every channel, and of every
+    token, relative to the median one, so that a flat line at 1 is even."""
     made, axes = figure(1, 2, (8.0, 3.2), sharey=True)
     for ax, dim, name in ((axes[0][0], 0, "channel"), (axes[0][1], 1, "token")):
         for index, (label, tile) in enumerate(series.items()):
-            style = series_style(index)
             deviation = tile.detach().float().cpu().std(dim, correction=0)
             relative = (deviation / deviation.median()).numpy()
-            ax.plot(relative, color=style.color, linestyle=style.linestyle, linewidth=1.4, label=label)
+            ax.plot(relative, label=label, **series_style(index).line(marker=""))
         plain_log(ax)
         y = "standard deviation / median" if name == "channel" else ""
         dress(ax, f"Spread of every {name}", f"{name} of the tile", y, legend=name == "token")
@@ -79,30 +56,11 @@ def spreads(series: Mapping[str, torch.Tensor]) -> Figure:
 
 
 def outlier_profile(series: Mapping[str, torch.Tensor]) -> Figure:
-    """The standard deviation of every channel, as it is, on a logarithmic axis.
-
-    Parameters
-    ----------
-    series : mapping of str to torch.Tensor
-        Name and matrix ``[tokens, channels]`` of every line.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """The standard deviation of every channel of tiles ``[tokens, channels]``, on a logarithmic axis."""
     made, ((ax,),) = figure(1, 1, (7.0, 3.0))
     for index, (label, tile) in enumerate(series.items()):
-        style = series_style(index)
         deviation = tile.detach().float().cpu().std(0, correction=0).numpy()
-        ax.plot(
-            deviation,
-            color=style.color,
-            linestyle=style.linestyle,
-            marker=style.marker,
-            markersize=3.5,
-            linewidth=1.2,
-            label=label,
-        )
+        ax.plot(deviation, label=label, **series_style(index).line())
     plain_log(ax)
     dress(ax, "", "channel", "standard deviation over tokens", legend=True)
     return made
@@ -119,10 +77,6 @@ def glance(panels: Sequence[tuple[str, str, torch.Tensor]], counts: tuple[int, i
         Sink tokens, packed tiles and tail tokens of the strip above.
     tile_size : int
         Tokens per tile.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     made, axes = figure(1, len(panels), (2.5 * len(panels), 4.1))
     made.set_layout_engine("constrained", rect=(0, 0, 1, 0.64), wspace=0.13)
