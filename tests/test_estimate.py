@@ -48,7 +48,7 @@ def test_equals_a_prefilled_cache(name, batch):
         held = filled(model, KVarNCache(model.config, preset), batch, length)
         assert found.bytes == held.memory_footprint()
         dense = filled(model, DynamicCache(config=model.config), batch, length)
-        assert found.dense_bytes == sum(map(_bytes, dense.layers))
+        assert found.dense_bytes == sum(map(layer_bytes, dense.layers))
         assert sum(kind.layers for kind in found.kinds) == len(held.layers)
         assert sum(kind.bytes for kind in found.kinds) == found.bytes
         assert sum(kind.dense_bytes for kind in found.kinds) == found.dense_bytes

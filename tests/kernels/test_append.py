@@ -280,8 +280,6 @@ def test_tokens_that_are_not_finite(device):
     assert by_kernel.progress[0, 1] == 1
     got, want = by_kernel.views["prescale"], by_torch.views["prescale"]
     assert (got - want).abs().max() <= 2**-10 * want.max()
-        "prescale"
-    ].max()
     for got, want in zip(by_kernel.read(), by_torch.read(), strict=True):
         assert torch.equal(got.isfinite(), want.isfinite())
         assert torch.allclose(got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0), atol=1e-2)
