@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvarn_kernels.arithmetic import INTERPRETED, LOG2E
-from kvarn_kernels.bundles import Packed, Side, load_channels, store_channels, tile_bytes
+from kvarn_kernels.bundles import Packed, Side, load_channels, store_channels, tile_sizes
 from kvarn_kernels.int8_dot import Codes, codes_dot, column_max, exp2, near_first
 
 _SPLIT_DTYPE = tl.float32 if INTERPRETED else tl.bfloat16  # two of them hold a number of the rotation
@@ -318,8 +318,8 @@ def _attend_tiles(
     VALUES: tl.constexpr = FORM.VALUES
     KEY_ROWS: tl.constexpr = TILE // _codes_per_byte(KEYS.BITS)
     PER_BYTE: tl.constexpr = _codes_per_byte(VALUES.BITS)
-    KEY_BYTES: tl.constexpr = tile_bytes(TILE, KEYS)
-    VALUE_BYTES: tl.constexpr = tile_bytes(TILE, VALUES)
+    KEY_BYTES: tl.constexpr = tile_sizes(TILE, KEYS).codes
+    VALUE_BYTES: tl.constexpr = tile_sizes(TILE, VALUES).codes
     # Key rows are loaded in an order that gives each thread neighbouring tokens: four probabilities make one word of
     # digits.
     GROUP: tl.constexpr = 32 if KEY_ROWS >= 32 else 16
@@ -361,7 +361,9 @@ def _attend_tiles(
             value_word = tl.load(values.codes + at * VALUE_BYTES + value_at)
         else:
             value_word = tl.load(
-                values.codes + at * VALUE_BYTES + value_at, mask=(value_row < VALUES.DIM // PER_BYTE)[:, None], other=0
+                values.codes + at * VALUE_BYTES + value_at,
+                mask=(value_row < VALUES.DIM // PER_BYTE)[:, None],
+                other=0,
             )
         value_channel_scale = _by_channel(values.channel_scale, at, out_channel, VALUES)
         value_token_scale = tl.load(values.token_scale + at * TILE + t).to(tl.float32)
