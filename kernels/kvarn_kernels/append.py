@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import INFINITY_BITS, clamp, exponent_of
 from kvarn_kernels.arithmetic import power_of_two as two_to_the
-from kvarn_kernels.bundles import Packed, Scheme, Side, load_channels, store_channels, tile_at
+from kvarn_kernels.bundles import Packed, Scheme, Side, load_channels, store_channels, tile_sizes
 from kvarn_kernels.launch import Call, compile_ahead, compiling, launch, padded, power_of_two, warps_for
 from kvarn_kernels.quantize import Tokens, counted_tokens, quantize_key_tile, quantize_value_tile, tile_form
 
@@ -185,25 +185,30 @@ def write_kernel(
         index = wide * dense_capacity + tl.load(counters_ptr) - 1 - tl.load(counters_ptr + 1) * TILE
         new_key = new_key_ptr + batch * stride_kb + head * stride_kh
         new_value = new_value_ptr + batch * stride_vb + head * stride_vh
-        d, e = tl.arange(0, KEYS.PADDED), tl.arange(0, VALUES.PADDED)
-        store_channels(key_ptr + index * KEYS.DIM, d, load_channels(new_key, d, stride_kd, KEYS), KEYS)
-        store_channels(value_ptr + index * VALUES.DIM, e, load_channels(new_value, e, stride_vd, VALUES), VALUES)
+        d = tl.arange(0, KEYS.PADDED)
+        key = load_channels(new_key, d, stride_kd, KEYS)
+        store_channels(key_ptr + index * KEYS.DIM, d, key, KEYS)
+        d = tl.arange(0, VALUES.PADDED)
+        value = load_channels(new_value, d, stride_vd, VALUES)
+        store_channels(value_ptr + index * VALUES.DIM, d, value, VALUES)
 
 
 @triton.jit
-def _tensor(table_ptr, index: tl.constexpr, DTYPE: tl.constexpr):
-    """A pointer to a layer's ``index``-th tensor."""
-    return tl.multiple_of(tl.load(table_ptr + index).to(tl.pointer_type(DTYPE)), 16)
+def _tensor(table_ptr, index: tl.constexpr, wide, elements, DTYPE: tl.constexpr):
+    """A pointer ``wide * elements`` behind the start of a layer's ``index``-th tensor."""
+    address = tl.load(table_ptr + index)
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + wide * elements
 
 
 @triton.jit
-def _arena(table_ptr, first: tl.constexpr):
-    """The arena whose tensors are a layer's ``first``-th and following."""
+def _tile(table_ptr, first: tl.constexpr, index, TILE: tl.constexpr, SIDE: tl.constexpr):
+    """The ``index``-th tile of the arena whose arrays are a layer's ``first``-th tensor and those that follow."""
+    SIZES: tl.constexpr = tile_sizes(TILE, SIDE)
     return Packed(
-        _tensor(table_ptr, first, tl.uint8),
-        _tensor(table_ptr, first + 1, tl.float16),
-        _tensor(table_ptr, first + 2, tl.float16),
-        _tensor(table_ptr, first + 3, tl.float16),
+        _tensor(table_ptr, first, index, SIZES.codes, tl.uint8),
+        _tensor(table_ptr, first + 1, index, SIZES.channel_scale, tl.float16),
+        _tensor(table_ptr, first + 2, index, SIZES.token_scale, tl.float16),
+        _tensor(table_ptr, first + 3, index, SIZES.zero_point, tl.float16),
     )
 
 
@@ -221,14 +226,14 @@ def _pack_tile(
     start = room.sink_length + packed * TILE
     pad = tl.zeros([], tl.int64)
     if PADDED:
-        pad = tl.load(_tensor(table_ptr, 11, tl.int64) + batch)
+        pad = tl.load(_tensor(table_ptr, 11, batch, 1, tl.int64))
     first = pad + room.sink_length
     source, void = counted_tokens(first - start, TILE)
     source += room.sink_length
     arena = wide * room.capacity + packed
     if is_key:
-        key_ptr = _tensor(table_ptr, 0, DTYPE) + wide * (room.dense_capacity * KEYS.DIM)
-        prescale_ptr = _tensor(table_ptr, 10, tl.float16) + wide * KEYS.DIM
+        key_ptr = _tensor(table_ptr, 0, wide, room.dense_capacity * KEYS.DIM, DTYPE)
+        prescale_ptr = _tensor(table_ptr, 10, wide, KEYS.DIM, tl.float16)
         if FORM.METHOD == "kvarn":
             if (first >= start) & (first < start + TILE):
                 # Cut where the tail may end when a row's first tokens are packed.
@@ -237,15 +242,15 @@ def _pack_tile(
                 _store_prescale(key_ptr, window * KEYS.DIM, prescale_ptr, KEYS)
         quantize_key_tile(
             Tokens(key_ptr, source * KEYS.DIM, 1, prescale_ptr if FORM.METHOD == "kvarn" else None, void),
-            tile_at(_arena(table_ptr, 2), arena, TILE, KEYS),
+            _tile(table_ptr, 2, arena, TILE, KEYS),
             FORM,
         )
         _close_gap(key_ptr, pad, held, packed, room, TILE, PADDED, KEYS)
     else:
-        value_ptr = _tensor(table_ptr, 1, DTYPE) + wide * (room.dense_capacity * VALUES.DIM)
+        value_ptr = _tensor(table_ptr, 1, wide, room.dense_capacity * VALUES.DIM, DTYPE)
         quantize_value_tile(
             Tokens(value_ptr, source * VALUES.DIM, 1, None, void),
-            tile_at(_arena(table_ptr, 6), arena, TILE, VALUES),
+            _tile(table_ptr, 6, arena, TILE, VALUES),
             FORM,
         )
         _close_gap(value_ptr, pad, held, packed, room, TILE, PADDED, VALUES)

@@ -7,35 +7,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kvarn_kernels.arithmetic import INTERPRETED, LOG2E
-from kvarn_kernels.bundles import Packed, Side, load_channels, store_channels, tile_bytes
+from kvarn_kernels.arithmetic import LOG2E
+from kvarn_kernels.attention_rotation import block_bits, rotated_query, unrotated
+from kvarn_kernels.bundles import Packed, Side, load_channels, store_channels, tile_sizes
 from kvarn_kernels.int8_dot import Codes, codes_dot, column_max, exp2, near_first
-
-_SPLIT_DTYPE = tl.float32 if INTERPRETED else tl.bfloat16  # two of them hold a number of the rotation
-
-
-class Work(NamedTuple):
-    """What the kernels are compiled for: how the work is cut.
-
-    QUERIES : new tokens
-    COLUMNS : query columns: query heads per KV head x new tokens
-    COLS : of these, those of one program
-    TILE : tokens of a tile
-    BLOCK : dense tokens per step
-    WEIGHT : how many such steps take as long as two tiles
-    """
-
-    QUERIES: int
-    COLUMNS: int
-    COLS: int
-    TILE: int
-    BLOCK: int
-    WEIGHT: int
+from kvarn_kernels.schedule import Work, blocks_before, schedule, tiles_before
 
 
 class Form(NamedTuple):
-    """What :func:`split_kernel` is compiled for, beside its :class:`Work`.
+    """What :func:`split_kernel` is compiled for.
 
+    WORK : Work
     KEYS, VALUES : Side
     CAUSAL, TILE_CAUSAL : whether dense tokens, and tiles, may hold tokens that a query must not see
     WINDOW, CAP : whether there is a sliding window, a soft cap
@@ -43,6 +25,7 @@ class Form(NamedTuple):
     STAGES, DENSE_STAGES : of the loops over tiles and over dense tokens
     """
 
+    WORK: Work
     KEYS: Side
     VALUES: Side
     CAUSAL: bool
@@ -63,23 +46,25 @@ class Columns(NamedTuple):
     offset: Any
 
 
-class Visible(NamedTuple):
-    """Which tokens a query sees: a batch row's mask (uint8: nonzero attends; otherwise added) or None, and the rest."""
+class Sequence(NamedTuple):
+    """One sequence of the batch: where its tokens are, and which of them a query sees.
 
+    pad : its padding, before the sinks; None if no sequence has any
+    sink_length, tail_start, length : the tiles begin behind the sinks and end at the tail
+    mask : pointer to its mask (uint8: nonzero attends; another dtype: added), or None
+    stride_head, stride_token : of the mask
+    window, cap : the sliding window and the soft cap, if there are
+    """
+
+    pad: Any
+    sink_length: Any
+    tail_start: Any
+    length: Any
     mask: Any
     stride_head: Any
     stride_token: Any
     window: Any
     cap: Any
-    length: Any  # tokens held
-
-
-class Place(NamedTuple):
-    """Where a row's tokens are: its padding (None: no row has any), the sinks, the tiles, and then the tail."""
-
-    pad: Any
-    sink_length: Any
-    tail_start: Any
 
 
 class Dense(NamedTuple):
@@ -95,50 +80,6 @@ class Entry(NamedTuple):
 
     out: Any
     lse: Any
-
-
-class Schedule(NamedTuple):
-    """The list of work, blocks of dense tokens first and then tiles, and how slices share it.
-
-    A block counts 2, a tile ``WEIGHT``; switching to tiles costs half a tile. A slice that begins from ``dense_end`` on
-    has no blocks: at most half a tile's worth is left, which the slice before takes.
-
-    blocks : of dense tokens
-    dense_end, tiles_start, work : places in the list: of the last block a slice may begin with, of the tiles, its end
-    dense_slices : how many slices (the first ones) have blocks
-    skipped : how many slices have no tiles
-    """
-
-    blocks: Any
-    dense_end: Any
-    tiles_start: Any
-    work: Any
-    dense_slices: Any
-    skipped: Any
-
-
-@triton.jit
-def _schedule(count, dense_length, slices, WORK: tl.constexpr):
-    """:class:`Schedule` of ``count`` tiles and the dense tokens; :func:`launch_table.plan` counts alike."""
-    blocks = tl.maximum(1, tl.cdiv(dense_length, WORK.BLOCK))
-    dense_end = tl.maximum(2 * blocks - WORK.WEIGHT // 2, 1)
-    tiles_start = 2 * blocks + WORK.WEIGHT // 2
-    work = tiles_start + count * WORK.WEIGHT
-    dense_slices = tl.minimum(slices, tl.cdiv(dense_end * slices, work))
-    skipped = tl.minimum(slices, tl.cdiv((tiles_start + (WORK.WEIGHT + 1) // 2) * slices, work) - 1)
-    return Schedule(blocks, dense_end, tiles_start, work, dense_slices, skipped)
-
-
-@triton.jit
-def _blocks_before(at, schedule):
-    """How many blocks come before a place in the list."""
-    return tl.where(at < schedule.dense_end, (at + 1) // 2, schedule.blocks)
-
-
-@triton.jit
-def _tiles_before(at, schedule, WORK: tl.constexpr):
-    """How many tiles come before a place in the list, to the nearest."""
-    return tl.maximum(at - schedule.tiles_start + WORK.WEIGHT // 2, 0) // WORK.WEIGHT
 
 
 @triton.jit
@@ -159,125 +100,40 @@ def _columns(first, head, stride_head, stride_token, COLS: tl.constexpr, WORK: t
 
 
 @triton.jit
-def _mask_of_all(position, visible):
+def _mask_of_all(position, sequence):
     """What a mask that is the same for all columns says of tokens."""
-    return tl.load(visible.mask + position, mask=position < visible.length, other=0)
+    return tl.load(sequence.mask + position, mask=position < sequence.length, other=0)
 
 
 @triton.jit
-def _biased(
-    score, position, mask_of_all, columns, visible, CAUSAL: tl.constexpr, WORK: tl.constexpr, FORM: tl.constexpr
-):
+def _biased(score, position, mask_of_all, columns, sequence, CAUSAL: tl.constexpr, FORM: tl.constexpr):
     """Scores (base 2) [TOKENS, COLS], soft-capped, and -inf where a query may not see a token.
 
     position [TOKENS]; mask_of_all [TOKENS], read if FORM.MASK_OF_ALL.
     """
     if FORM.CAP:  # cap tanh(x / cap), by an exponential that cannot overflow
-        small = tl.exp2(-2 * LOG2E * tl.abs(score) / visible.cap)
-        size = visible.cap * (1 - small) / (1 + small)
+        small = tl.exp2(-2 * LOG2E * tl.abs(score) / sequence.cap)
+        size = sequence.cap * (1 - small) / (1 + small)
         score = tl.where(score < 0, -size, size)
-    query_position = visible.length - WORK.QUERIES + columns.token
+    query_position = sequence.length - FORM.WORK.QUERIES + columns.token
     if CAUSAL:
         score = tl.where(position[:, None] <= query_position[None, :], score, float("-inf"))
     if FORM.WINDOW:
-        score = tl.where(position[:, None] > (query_position - visible.window)[None, :], score, float("-inf"))
+        score = tl.where(position[:, None] > (query_position - sequence.window)[None, :], score, float("-inf"))
     if FORM.MASK_OF_ALL:
-        if visible.mask.dtype.element_ty == tl.uint8:
+        if sequence.mask.dtype.element_ty == tl.uint8:
             score = tl.where((mask_of_all != 0)[:, None], score, float("-inf"))
         else:
             score += (mask_of_all.to(tl.float32) * LOG2E)[:, None]
-    elif visible.mask is not None:
-        of_column = columns.head * visible.stride_head + columns.token * visible.stride_token
-        where = visible.mask + of_column[None, :] + position[:, None]
-        known = columns.known[None, :] & (position < visible.length)[:, None]
-        if visible.mask.dtype.element_ty == tl.uint8:
+    elif sequence.mask is not None:
+        of_column = columns.head * sequence.stride_head + columns.token * sequence.stride_token
+        where = sequence.mask + of_column[None, :] + position[:, None]
+        known = columns.known[None, :] & (position < sequence.length)[:, None]
+        if sequence.mask.dtype.element_ty == tl.uint8:
             score = tl.where(tl.load(where, mask=known, other=0) != 0, score, float("-inf"))
         else:
             score += tl.load(where, mask=known, other=0.0).to(tl.float32) * LOG2E
     return score
-
-
-@triton.jit
-def _butterflies(x, BITS: tl.constexpr):
-    """Unscaled Walsh-Hadamard transform over the low ``BITS`` bits of the middle index of x [16, outer, columns]."""
-    OUTER: tl.constexpr = x.shape[1]
-    COLS: tl.constexpr = x.shape[2]
-    for bit in tl.static_range(BITS):
-        x = tl.reshape(x, (16, OUTER >> (bit + 1), 2, 1 << bit, COLS))
-        a, b = tl.split(tl.permute(x, (0, 1, 3, 4, 2)))
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 4, 2, 3)), (16, OUTER, COLS))
-    return x
-
-
-@triton.jit
-def _parity(x):
-    """``popcount(x) % 2`` of numbers below 16."""
-    return (x ^ (x >> 1) ^ (x >> 2) ^ (x >> 3)) & 1
-
-
-@triton.jit
-def _product(matrix, x):
-    """``matrix @ x`` over the first index of x [16, outer, columns], of which the product takes both 16-bit halves."""
-    high = x.to(_SPLIT_DTYPE)
-    low = (x - high.to(tl.float32)).to(_SPLIT_DTYPE)
-    parts = tl.reshape(tl.join(high, low), (16, x.shape[1] * x.shape[2] * 2))
-    high, low = tl.split(tl.reshape(tl.dot(matrix.to(_SPLIT_DTYPE), parts), (16, x.shape[1], x.shape[2], 2)))
-    return high + low
-
-
-@triton.constexpr_function
-def _bits(block):
-    """How many index bits a block of the rotation has."""
-    return block.bit_length() - 1
-
-
-@triton.jit
-def _rotated_query(q_ptr, columns, prescale_ptr, scale, SIDE: tl.constexpr):
-    """``scale H (q / prescale)`` as [PADDED, COLS] fp32, H not scaled, four neighbouring channels in neighbouring
-    registers.
-
-    Channel bits 0, 2, 3, 4 are transformed by one 16 x 16 matrix product and the others by butterflies: the product
-    leaves the query in the layout of an accumulator, which is that of the scores, so that nothing in the loop changes
-    layout.
-    """
-    OUTER: tl.constexpr = SIDE.PADDED // 16
-    COLS: tl.constexpr = columns.known.shape[0]
-    BLOCK_BITS: tl.constexpr = _bits(SIDE.BLOCK)
-    row = tl.arange(0, 16)  # bit 3: channel bit 0; bits 0 to 2: channel bits 2 to 4
-    outer = tl.arange(0, OUTER)  # bit 0: channel bit 1; above: channel bits 5 and up
-    channel = ((row & 7) * 4 + (row >> 3))[:, None] + ((outer & 1) * 2 + (outer >> 1) * 32)[None, :]
-    inside = channel < SIDE.DIM
-    q = tl.load(
-        q_ptr + columns.offset[None, None, :] + channel[:, :, None],
-        mask=inside[:, :, None] & columns.known[None, None, :],
-        other=0.0,
-    ).to(tl.float32)
-    if prescale_ptr is not None:
-        q /= tl.load(prescale_ptr + channel, mask=inside, other=1.0).to(tl.float32)[:, :, None]
-    # The channels are multiples of 16, and so is the block.
-    bits: tl.constexpr = 0 if BLOCK_BITS == 0 else (11 if BLOCK_BITS == 4 else 15)
-    butterflies: tl.constexpr = 0 if BLOCK_BITS == 0 else (1 if BLOCK_BITS < 6 else BLOCK_BITS - 4)
-    odd = _parity(row[:, None] & row[None, :] & bits)
-    matrix = tl.where(((row[:, None] ^ row[None, :]) & (15 - bits)) == 0, 1.0 - 2.0 * odd.to(tl.float32), 0.0)
-    q = _butterflies(_product(matrix, q) * scale, butterflies)
-    q = tl.reshape(q, (2, 8, OUTER // 2, 2, COLS))  # [channel bit 0, bits 2 to 4, bits 5 and up, bit 1, column]
-    return near_first(tl.reshape(tl.permute(q, (2, 1, 3, 0, 4)), (SIDE.PADDED, COLS)), 4)
-
-
-@triton.jit
-def _unrotated(x, SIDE: tl.constexpr):
-    """``H x`` of x [PADDED, COLS], as [16, PADDED // 16, COLS]: low four channel bits first.
-
-    These four are transformed by a 16 x 16 matrix product, the others by butterflies between registers of a thread.
-    """
-    BLOCK_BITS: tl.constexpr = _bits(SIDE.BLOCK)
-    x = tl.permute(tl.reshape(x, (SIDE.PADDED // 16, 16, x.shape[1])), (1, 0, 2))
-    if BLOCK_BITS > 0:
-        row = tl.arange(0, 16)
-        odd = _parity(row[:, None] & row[None, :])
-        x = _product((1.0 - 2.0 * odd.to(tl.float32)).to(_SPLIT_DTYPE), x)
-        x = _butterflies(x, BLOCK_BITS - 4) * 2.0 ** (-0.5 * BLOCK_BITS)
-    return x
 
 
 @triton.jit
@@ -305,21 +161,19 @@ def _by_channel(ptr, index, channel, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _attend_tiles(
-    q, first, last, arena, keys, values, place, columns, visible, entry, WORK: tl.constexpr, FORM: tl.constexpr
-):
+def _attend_tiles(q, first, last, arena, keys, values, sequence, columns, entry, FORM: tl.constexpr):
     """Attention over tiles ``first .. last`` of one head, whose first is the arena's ``arena``-th.
 
     q [KEYS.PADDED, COLS], fp32: the rotated query. The output is un-rotated.
     """
-    TILE: tl.constexpr = WORK.TILE
-    COLS: tl.constexpr = WORK.COLS
+    TILE: tl.constexpr = FORM.WORK.TILE
+    COLS: tl.constexpr = FORM.WORK.COLS
     KEYS: tl.constexpr = FORM.KEYS
     VALUES: tl.constexpr = FORM.VALUES
     KEY_ROWS: tl.constexpr = TILE // _codes_per_byte(KEYS.BITS)
     PER_BYTE: tl.constexpr = _codes_per_byte(VALUES.BITS)
-    KEY_BYTES: tl.constexpr = tile_bytes(TILE, KEYS)
-    VALUE_BYTES: tl.constexpr = tile_bytes(TILE, VALUES)
+    KEY_BYTES: tl.constexpr = tile_sizes(TILE, KEYS).codes
+    VALUE_BYTES: tl.constexpr = tile_sizes(TILE, VALUES).codes
     # Key rows are loaded in an order that gives each thread neighbouring tokens: four probabilities make one word of
     # digits.
     GROUP: tl.constexpr = 32 if KEY_ROWS >= 32 else 16
@@ -344,12 +198,12 @@ def _attend_tiles(
     acc = tl.zeros([VALUES.PADDED, COLS], tl.float32)
     coming = 0
     if FORM.MASK_OF_ALL:  # one tile ahead, by hand: the compiler does not fetch single bytes ahead
-        coming = _mask_of_all(place.sink_length + first * TILE + t, visible)
+        coming = _mask_of_all(sequence.sink_length + first * TILE + t, sequence)
     for n in tl.range(first, last, num_stages=FORM.STAGES):
         at = arena + n
         mask_of_all = coming
         if FORM.MASK_OF_ALL:
-            coming = _mask_of_all(place.sink_length + (n + 1) * TILE + t, visible)
+            coming = _mask_of_all(sequence.sink_length + (n + 1) * TILE + t, sequence)
         if KEYS.DIM == KEYS.PADDED:
             key_word = tl.load(keys.codes + at * KEY_BYTES + key_at)
         else:
@@ -361,7 +215,9 @@ def _attend_tiles(
             value_word = tl.load(values.codes + at * VALUE_BYTES + value_at)
         else:
             value_word = tl.load(
-                values.codes + at * VALUE_BYTES + value_at, mask=(value_row < VALUES.DIM // PER_BYTE)[:, None], other=0
+                values.codes + at * VALUE_BYTES + value_at,
+                mask=(value_row < VALUES.DIM // PER_BYTE)[:, None],
+                other=0,
             )
         value_channel_scale = _by_channel(values.channel_scale, at, out_channel, VALUES)
         value_token_scale = tl.load(values.token_scale + at * TILE + t).to(tl.float32)
@@ -379,11 +235,11 @@ def _attend_tiles(
         s = codes_dot(Codes(key_word, key_high, key_shift), x, largest, zero, KEYS)
         s = tl.reshape(tl.permute(tl.reshape(s, (TILE // GROUP, NEAR, 8, COLS)), (0, 2, 1, 3)), (TILE, COLS))
         s = near_first(s, NEAR) * key_token_scale[:, None]
-        if FORM.TILE_CAUSAL or FORM.WINDOW or FORM.CAP or visible.mask is not None or place.pad is not None:
-            position = place.sink_length + n * TILE + t
-            s = _biased(s, position, mask_of_all, columns, visible, FORM.TILE_CAUSAL, WORK, FORM)
-            if place.pad is not None:
-                s = tl.where((position >= place.pad + place.sink_length)[:, None], s, float("-inf"))
+        if FORM.TILE_CAUSAL or FORM.WINDOW or FORM.CAP or sequence.mask is not None or sequence.pad is not None:
+            position = sequence.sink_length + n * TILE + t
+            s = _biased(s, position, mask_of_all, columns, sequence, FORM.TILE_CAUSAL, FORM)
+            if sequence.pad is not None:
+                s = tl.where((position >= sequence.pad + sequence.sink_length)[:, None], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
         p = exp2(s - m_new[None, :])
         alpha = exp2(m - m_new)
@@ -398,17 +254,17 @@ def _attend_tiles(
     total = tl.sum(l, 0)
     column = tl.arange(0, COLS)
     inverse = 1.0 / tl.where(total == 0, 1.0, total)
-    acc = _unrotated(acc * inverse[None, :], VALUES)
+    acc = unrotated(acc * inverse[None, :], VALUES)
     out_channel = tl.arange(0, 16)[:, None] + (tl.arange(0, VALUES.PADDED // 16) * 16)[None, :]
     _keep(entry.out + (column * VALUES.PADDED)[None, None, :] + out_channel[:, :, None], acc)
     _keep(entry.lse + column, tl.where(total == 0, float("-inf"), m + tl.log2(total)))
 
 
 @triton.jit
-def _position(index, place):
+def _position(index, sequence):
     """Where dense tokens are in their row."""
-    sink = index if place.pad is None else index + place.pad
-    return tl.where(index < place.sink_length, sink, place.tail_start + index - place.sink_length)
+    sink = index if sequence.pad is None else index + sequence.pad
+    return tl.where(index < sequence.sink_length, sink, sequence.tail_start + index - sequence.sink_length)
 
 
 @triton.jit
@@ -420,11 +276,9 @@ def _attend_dense(
     keys,
     values,
     with_run,
-    place,
+    sequence,
     columns,
-    visible,
     entry,
-    WORK: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """Attention over dense tokens ``first .. last`` of one head, and over its padding ``with_run``.
@@ -433,7 +287,7 @@ def _attend_dense(
     """
     KEYS: tl.constexpr = FORM.KEYS
     VALUES: tl.constexpr = FORM.VALUES
-    BLOCK: tl.constexpr = WORK.BLOCK
+    BLOCK: tl.constexpr = FORM.WORK.BLOCK
     COLS: tl.constexpr = columns.known.shape[0]
     channel, out_channel, x = tl.arange(0, KEYS.PADDED), tl.arange(0, VALUES.PADDED), tl.arange(0, BLOCK)
     q = tl.load(
@@ -446,11 +300,11 @@ def _attend_dense(
     acc = tl.zeros([VALUES.PADDED, COLS], tl.float32)
     coming = 0
     if FORM.MASK_OF_ALL:
-        coming = _mask_of_all(_position(first + x, place), visible)
+        coming = _mask_of_all(_position(first + x, sequence), sequence)
     for start in tl.range(first, last, BLOCK, num_stages=FORM.DENSE_STAGES):
         mask_of_all = coming
         if FORM.MASK_OF_ALL:  # of the next block
-            coming = _mask_of_all(_position(start + BLOCK + x, place), visible)
+            coming = _mask_of_all(_position(start + BLOCK + x, sequence), sequence)
         index = start + x
         row = tl.minimum(index, last - 1)  # rather than a mask: what is read twice gets no weight
         key_at = keys.ptr + (row * keys.stride)[:, None] + channel[None, :]
@@ -464,12 +318,12 @@ def _attend_dense(
         else:
             v = tl.load(value_at, mask=(out_channel < VALUES.DIM)[:, None], other=0.0)
         held = index < last
-        in_sink = index < place.sink_length
-        position = _position(index, place)
-        if place.pad is not None:
-            held &= (position < place.tail_start) | ~in_sink
+        in_sink = index < sequence.sink_length
+        position = _position(index, sequence)
+        if sequence.pad is not None:
+            held &= (position < sequence.tail_start) | ~in_sink
         s = tl.dot(k, q) * scale
-        s = _biased(s, position, mask_of_all, columns, visible, FORM.CAUSAL, WORK, FORM)
+        s = _biased(s, position, mask_of_all, columns, sequence, FORM.CAUSAL, FORM)
         s = tl.where(held[:, None], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
         p = exp2(s - m_new[None, :])
@@ -477,21 +331,21 @@ def _attend_dense(
         m = m_new
         l = l * alpha + tl.sum(p, 0)
         acc = tl.dot(v, p.to(v.dtype), acc * alpha[None, :])
-    if place.pad is not None:
+    if sequence.pad is not None:
         if with_run:
             # One token stands for all of the row's padding: its score is computed once, and counts as often as it is
             # seen.
             k = load_channels(keys.run, channel, 1, KEYS).to(tl.float32)
             v = load_channels(values.run, out_channel, 1, VALUES).to(tl.float32)
             plain = tl.sum(q.to(tl.float32) * k[:, None], 0) * scale
-            run = tl.minimum(place.pad, place.tail_start)
+            run = tl.minimum(sequence.pad, sequence.tail_start)
             for start in range(0, run, BLOCK):
                 position = start + x
                 mask_of_all = 0
                 if FORM.MASK_OF_ALL:
-                    mask_of_all = _mask_of_all(position, visible)
+                    mask_of_all = _mask_of_all(position, sequence)
                 s = tl.broadcast_to(plain[None, :], (BLOCK, COLS))
-                s = _biased(s, position, mask_of_all, columns, visible, FORM.CAUSAL, WORK, FORM)
+                s = _biased(s, position, mask_of_all, columns, sequence, FORM.CAUSAL, FORM)
                 s = tl.where((position < run)[:, None], s, float("-inf"))
                 m_new = tl.maximum(m, tl.max(s, 0))
                 weight = tl.sum(exp2(s - m_new[None, :]), 0)
@@ -501,7 +355,7 @@ def _attend_dense(
                 acc = acc * alpha[None, :] + v[:, None] * weight[None, :]
     column = tl.arange(0, COLS)
     inverse = 1.0 / tl.where(l == 0, 1.0, l)
-    room = column < WORK.COLS
+    room = column < FORM.WORK.COLS
     _keep(
         entry.out + column[None, :] * VALUES.PADDED + out_channel[:, None],
         acc * inverse[None, :],
@@ -511,9 +365,10 @@ def _attend_dense(
 
 
 @triton.jit
-def _entry(part_ptr, lse_start, index, WORK: tl.constexpr, VALUES: tl.constexpr):
+def _entry(part_ptr, lse_start, index, FORM: tl.constexpr):
     """:class:`Entry` number ``index`` of the workspace: outputs first, from ``lse_start`` on the log2-sum-exp2."""
-    return Entry(part_ptr + index * (WORK.COLS * VALUES.PADDED), part_ptr + lse_start + index * WORK.COLS)
+    COLS: tl.constexpr = FORM.WORK.COLS
+    return Entry(part_ptr + index * (COLS * FORM.VALUES.PADDED), part_ptr + lse_start + index * COLS)
 
 
 # fmt: off
@@ -537,7 +392,6 @@ def split_kernel(
     stride_new_kb, stride_new_kh, stride_new_vb, stride_new_vh,
     stride_mb, stride_mh, stride_mq,
     heads, count, capacity, dense_length, sink_length, scale, window, cap, lse_start,
-    WORK: tl.constexpr,
     FORM: tl.constexpr,
 ):
     # fmt: on
@@ -560,6 +414,7 @@ def split_kernel(
     Reference
         ``kvarn_hf/method/attention.py``
     """
+    WORK: tl.constexpr = FORM.WORK
     KEYS: tl.constexpr = FORM.KEYS
     VALUES: tl.constexpr = FORM.VALUES
     unit, index = tl.program_id(0), tl.program_id(1)
@@ -579,21 +434,20 @@ def split_kernel(
             pad = tl.where(count > 0, pad, 0)
     if mask_ptr is not None:
         mask_ptr += b.to(tl.int64) * stride_mb
-    place = Place(pad, sink_length, tail_start)
-    visible = Visible(mask_ptr, stride_mh, stride_mq, window, cap, length)
-    schedule = _schedule(count, dense_length, slices, WORK)
-    start = index * schedule.work // slices
-    end = (index + 1) * schedule.work // slices
-    first, last = _tiles_before(start, schedule, WORK), _tiles_before(end, schedule, WORK)
+    sequence = Sequence(pad, sink_length, tail_start, length, mask_ptr, stride_mh, stride_mq, window, cap)
+    cut = schedule(count, dense_length, slices, WORK)
+    start = index * cut.work // slices
+    end = (index + 1) * cut.work // slices
+    first, last = tiles_before(start, cut, WORK), tiles_before(end, cut, WORK)
     row = b.to(tl.int64)
     if rows_ptr is not None:
         row = tl.load(rows_ptr + b)
     arena = (row * heads + h) * capacity
-    part = unit.to(tl.int64) * (schedule.dense_slices + slices - schedule.skipped)
-    if index < schedule.dense_slices:
+    part = unit.to(tl.int64) * (cut.dense_slices + slices - cut.skipped)
+    if index < cut.dense_slices:
         WIDE: tl.constexpr = 8 if WORK.COLS < 8 else WORK.COLS  # the least a tensor core takes
-        first_dense = _blocks_before(start, schedule) * WORK.BLOCK
-        last_dense = tl.minimum(_blocks_before(end, schedule) * WORK.BLOCK, dense_length)
+        first_dense = blocks_before(start, cut) * WORK.BLOCK
+        last_dense = tl.minimum(blocks_before(end, cut) * WORK.BLOCK, dense_length)
         keys_ptr = dense_key_ptr + (b.to(tl.int64) * stride_kb + h * stride_kh)
         values_ptr = dense_value_ptr + (b.to(tl.int64) * stride_vb + h * stride_vh)
         if new_key_ptr is not None:
@@ -616,20 +470,18 @@ def split_kernel(
             Dense(keys_ptr, stride_kt, None if run_key_ptr is None else run_key_ptr + bh * KEYS.DIM),
             Dense(values_ptr, stride_vt, None if run_value_ptr is None else run_value_ptr + bh * VALUES.DIM),
             index == 0,
-            place,
+            sequence,
             columns,
-            visible,
-            _entry(part_ptr, lse_start, part + index, WORK, VALUES),
-            WORK,
+            _entry(part_ptr, lse_start, part + index, FORM),
             FORM,
         )
-    if index >= schedule.skipped:
-        tiles_part = part + (schedule.dense_slices + index - schedule.skipped)
+    if index >= cut.skipped:
+        tiles_part = part + (cut.dense_slices + index - cut.skipped)
         columns = _columns(block * WORK.COLS, h, stride_qh, stride_qq, WORK.COLS, WORK)
         of_head = None if prescale_ptr is None else prescale_ptr + bh * KEYS.DIM
-        q = _rotated_query(query_ptr, columns, of_head, scale, KEYS)
+        q = rotated_query(query_ptr, columns, of_head, scale, KEYS)
         if KEYS.BLOCK > 1:
-            q *= 2.0 ** (-0.5 * _bits(KEYS.BLOCK))
+            q *= 2.0 ** (-0.5 * block_bits(KEYS.BLOCK))
         _attend_tiles(
             q,
             first,
@@ -637,11 +489,9 @@ def split_kernel(
             arena,
             Packed(key_codes_ptr, key_channel_scale_ptr, key_token_scale_ptr, key_zero_point_ptr),
             Packed(value_codes_ptr, value_channel_scale_ptr, value_token_scale_ptr, value_zero_point_ptr),
-            place,
+            sequence,
             columns,
-            visible,
-            _entry(part_ptr, lse_start, tiles_part, WORK, VALUES),
-            WORK,
+            _entry(part_ptr, lse_start, tiles_part, FORM),
             FORM,
         )
 
@@ -672,8 +522,8 @@ def combine_kernel(
     """
     if counters_ptr is not None:
         count, dense_length = _lengths(counters_ptr, WORK.TILE)
-        schedule = _schedule(count, dense_length, slices, WORK)
-        entries = schedule.dense_slices + slices - schedule.skipped
+        cut = schedule(count, dense_length, slices, WORK)
+        entries = cut.dense_slices + slices - cut.skipped
     bh, first = tl.program_id(0), tl.program_id(1) * TAKEN
     unit = bh * ((WORK.COLUMNS + WORK.COLS - 1) // WORK.COLS) + first // WORK.COLS
     columns = _columns(first, bh % heads, 0, 0, TAKEN, WORK)

@@ -145,20 +145,20 @@ def constant(x: Any) -> Any:
 
 
 @triton.constexpr_function
-def tile_bytes(tile, side):
-    """Bytes of a tile's codes."""
-    return tile * side.BITS // 8 * side.DIM
+def tile_sizes(tile, side):
+    """Elements that a tile has in each array of :class:`Packed`."""
+    return Packed(tile * side.BITS // 8 * side.DIM, side.DIM, tile, side.DIM if side.KEYS else tile)
 
 
 @triton.jit
 def tile_at(packed, index, TILE: tl.constexpr, SIDE: tl.constexpr):
     """The ``index``-th (int64) tile of an arena, or the part of an arena that begins there: :class:`Packed`."""
-    GRIDS: tl.constexpr = SIDE.DIM if SIDE.KEYS else TILE
+    SIZES: tl.constexpr = tile_sizes(TILE, SIDE)
     return Packed(
-        packed.codes + index * tile_bytes(TILE, SIDE),
-        packed.channel_scale + index * SIDE.DIM,
-        packed.token_scale + index * TILE,
-        packed.zero_point + index * GRIDS,
+        packed.codes + index * SIZES.codes,
+        packed.channel_scale + index * SIZES.channel_scale,
+        packed.token_scale + index * SIZES.token_scale,
+        packed.zero_point + index * SIZES.zero_point,
     )
 
 

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 
 from kvarn_kernels.arithmetic import INTERPRETED, LOG2E
-from kvarn_kernels.attention_kernels import Form, Work, combine_kernel, split_kernel
+from kvarn_kernels.attention_kernels import Form, combine_kernel, split_kernel
 from kvarn_kernels.bundles import Held, Side, Step, constant
 from kvarn_kernels.launch import begin, finish, on_device_of, padded, power_of_two, rotation_block
-from kvarn_kernels.launch_table import Cut, Tuning, plan, programs_at_once, tuning_for
+from kvarn_kernels.launch_table import Tuning, programs_at_once, tuning_for
+from kvarn_kernels.schedule import Cut, Work, plan
 
 _MOST_TOKENS = 16
 _MOST_COLUMNS = 8  # query heads x query tokens that one program takes
@@ -216,6 +217,7 @@ class _Prepared:
         self.kind, self.tuning = kind, tuning
         self.work = Work(queries, columns, cols, kind.tile, tuning.block, tuning.weight)
         self.form = Form(
+            self.work,
             keys,
             values,
             kind.causal,
@@ -241,7 +243,6 @@ class _Prepared:
             *kind.strides,
             *(2,) * 3,
             *(kind.heads, *(2,) * 4, 1.0, 2, 1.0, 2),
-            constant(self.work),
             constant(self.form),
             grid=(1,),
             num_warps=tuning.warps,
@@ -270,7 +271,7 @@ class _Prepared:
         given: tuple[Any, ...] = (*arrays, part, out) if INTERPRETED else (*addresses, part.data_ptr(), out.data_ptr())
         *held, counters, key, value, sinks, to_part, to_out = given
         self.split[(self.units, cut.slices, 1)](
-            *(*held, counters, key, value, to_part), *strides, *numbers, lse_start, self.work, self.form
+            *(*held, counters, key, value, to_part), *strides, *numbers, lse_start, self.form
         )
         combine, grid, constants = self.combine(entries, arrays[_SINKS], arrays[_COUNTERS])
         combine[grid](

@@ -88,14 +88,21 @@ def _load(tokens, start, WIDTH: tl.constexpr, SIDE: tl.constexpr):
     """WIDTH channels from ``start`` on: ``[channel, token]`` of keys, times the prescale; ``[token, channel]`` of
     values."""
     d = start + tl.arange(0, WIDTH)
-    at = d.to(tl.int64) * tokens.stride
     if SIDE.KEYS:
-        x = tl.load(tokens.ptr + tokens.offset[None, :] + at[:, None], mask=(d < SIDE.DIM)[:, None], other=0.0)
+        x = tl.load(
+            tokens.ptr + tokens.offset[None, :] + (d.to(tl.int64) * tokens.stride)[:, None],
+            mask=(d < SIDE.DIM)[:, None],
+            other=0.0,
+        )
         if tokens.prescale is not None:
             factor = tl.load(tokens.prescale + d, mask=d < SIDE.DIM, other=0.0).to(tl.float32)
             x = x.to(tl.float32) * factor[:, None]
     else:
-        x = tl.load(tokens.ptr + tokens.offset[:, None] + at[None, :], mask=(d < SIDE.DIM)[None, :], other=0.0)
+        x = tl.load(
+            tokens.ptr + tokens.offset[:, None] + (d.to(tl.int64) * tokens.stride)[None, :],
+            mask=(d < SIDE.DIM)[None, :],
+            other=0.0,
+        )
     return x
 
 

@@ -235,7 +235,7 @@ def test_a_mask_for_all_heads_is_that_of_the_tile(device, slices, additive):
 
 def test_slices_take_dense_tokens_or_tiles_where_that_comes_out_even():
     """16 blocks are as long as 7 tiles and a start: 3 slices of 14 tiles and 16 blocks have one result each."""
-    from kvarn_kernels.launch_table import plan
+    from kvarn_kernels.schedule import plan
 
     assert plan(programs=1584, units=512, count=14, dense_length=256, block=16, weight=4) == (3, 3)
     assert plan(programs=1584, units=64, count=254, dense_length=256, block=16, weight=4) == (24, 25)
