@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from kvarn_hf import KVarNCache, KVarNConfig
 from kvarn_hf.cli import app
 from kvarn_hf.estimate import ModelShapes, estimate, load_config, most_rows, most_tokens
+from kvarn_hf.layers.stock import layer_bytes
 from tests import models_tiny
 
 LENGTHS = (40, 300, 384, 1000, 1500)

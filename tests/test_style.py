@@ -53,7 +53,8 @@ def functions_in(tree: ast.AST) -> Iterator[Function]:
 def without_docstring(node: ast.Module | ast.ClassDef) -> Iterator[str]:
     """Names of the public functions, classes and methods in ``node`` that have none."""
     for child in node.body:
-        if isinstance(child, (Function, ast.ClassDef)) and not child.name.startswith("_"):
+        setter = any(isinstance(d, ast.Attribute) and d.attr == "setter" for d in getattr(child, "decorator_list", ()))
+        if isinstance(child, (Function, ast.ClassDef)) and not child.name.startswith("_") and not setter:
             if ast.get_docstring(child) is None:
                 yield child.name
             if isinstance(child, ast.ClassDef):

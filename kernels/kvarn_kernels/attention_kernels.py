@@ -215,9 +215,7 @@ def _attend_tiles(q, first, last, arena, keys, values, sequence, columns, entry,
             value_word = tl.load(values.codes + at * VALUE_BYTES + value_at)
         else:
             value_word = tl.load(
-                values.codes + at * VALUE_BYTES + value_at,
-                mask=(value_row < VALUES.DIM // PER_BYTE)[:, None],
-                other=0,
+                values.codes + at * VALUE_BYTES + value_at, mask=(value_row < VALUES.DIM // PER_BYTE)[:, None], other=0
             )
         value_channel_scale = _by_channel(values.channel_scale, at, out_channel, VALUES)
         value_token_scale = tl.load(values.token_scale + at * TILE + t).to(tl.float32)
@@ -268,19 +266,7 @@ def _position(index, sequence):
 
 
 @triton.jit
-def _attend_dense(
-    q_ptr,
-    scale,
-    first,
-    last,
-    keys,
-    values,
-    with_run,
-    sequence,
-    columns,
-    entry,
-    FORM: tl.constexpr,
-):
+def _attend_dense(q_ptr, scale, first, last, keys, values, with_run, sequence, columns, entry, FORM: tl.constexpr):
     """Attention over dense tokens ``first .. last`` of one head, and over its padding ``with_run``.
 
     There may be more ``columns`` than the entry has room for.
@@ -357,9 +343,7 @@ def _attend_dense(
     inverse = 1.0 / tl.where(l == 0, 1.0, l)
     room = column < FORM.WORK.COLS
     _keep(
-        entry.out + column[None, :] * VALUES.PADDED + out_channel[:, None],
-        acc * inverse[None, :],
-        mask=room[None, :],
+        entry.out + column[None, :] * VALUES.PADDED + out_channel[:, None], acc * inverse[None, :], mask=room[None, :]
     )
     _keep(entry.lse + column, tl.where(l == 0, float("-inf"), m + tl.log2(l)), mask=room)
 

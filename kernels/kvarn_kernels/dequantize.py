@@ -91,12 +91,7 @@ def _field(byte, shift, WIDTH: tl.constexpr):
             add.rn.f16x2 $1, $1, $9;
             }""",
             "=&r,=&r,r,r,r,r,r,r,r,r",
-            [
-                byte,
-                tl.full([], 2**WIDTH - 1, tl.uint8),
-                shift,
-                tl.full([], -1024.0 - centre(WIDTH), tl.float16),
-            ],
+            [byte, tl.full([], 2**WIDTH - 1, tl.uint8), shift, tl.full([], -1024.0 - centre(WIDTH), tl.float16)],
             dtype=tl.float16,
             is_pure=True,
             pack=4,
@@ -189,14 +184,7 @@ def _key_bytes(codes_ptr, row, start, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _key_codes(
-    byte,
-    high,
-    row,
-    i,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _key_codes(byte, high, row, i, BITS: tl.constexpr, TILE: tl.constexpr):
     """Codes ``i`` of the bytes: those of the tokens ``row + i * (rows of bytes)``."""
     if BITS == 3:
         # Rows of high bits are half as many, and hold eight tokens' each.
@@ -226,14 +214,7 @@ def _value_words(codes_ptr, t, start, SUB: tl.constexpr, TILE: tl.constexpr, SID
 
 
 @triton.jit
-def _two_fields(
-    word,
-    i,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CENTRE: tl.constexpr,
-):
+def _two_fields(word, i, A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, CENTRE: tl.constexpr):
     """The numbers of WIDTH bits from A and from B on in byte ``i`` of every word, less CENTRE: as :func:`_field`."""
     MASK: tl.constexpr = 2**WIDTH - 1
     if INTERPRETED:

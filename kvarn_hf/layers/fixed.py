@@ -237,13 +237,7 @@ def traced_update(
 
 
 def _take(
-    layer: StaticKVarNLayer,
-    shared: SharedStep,
-    index: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    compiled: bool,
+    layer: StaticKVarNLayer, shared: SharedStep, index: int, keys: torch.Tensor, values: torch.Tensor, *, compiled: bool
 ) -> StepSource:
     """Begin a step of one layer, whose token is yet to be written; asks the layer for one attribute only."""
     layout = layer.held_layout

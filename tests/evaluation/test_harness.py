@@ -203,17 +203,7 @@ def test_bad_arguments_are_named(folder, options, message):
 
 @pytest.mark.slow
 def test_the_command_line(folder, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "kvarn_hf.lm_eval",
-        "--model",
-        "kvarn",
-        "--device",
-        "cpu",
-        "--limit",
-        "1",
-    ]
+    command = [sys.executable, "-m", "kvarn_hf.lm_eval", "--model", "kvarn", "--device", "cpu", "--limit", "1"]
     command += ["--model_args", f"pretrained={folder},kv_cache=kvarn_k4v2_g128,dtype=float32"]
     command += ["--include_path", str(TASKS), "--tasks", "kvarn_line_retrieval", "--metadata", '{"lines": [20]}']
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -48,12 +48,7 @@ EXAMPLES = {
         {"problem": "Name a half.", "solution": "It is $\\boxed{\\frac{1}{2}}$."},
     ],
     "ifeval": [
-        {
-            "key": 1,
-            "prompt": "Write without commas.",
-            "instruction_id_list": ["punctuation:no_comma"],
-            "kwargs": [{}],
-        }
+        {"key": 1, "prompt": "Write without commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     ]
     * 2,
 }

@@ -82,8 +82,7 @@ def checked(monkeypatch):
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize(
-    ("name", "attention"),
-    [("llama", "sdpa"), ("llama", "kvarn"), ("gemma3", "sdpa"), ("phi3", "kvarn")],
+    ("name", "attention"), [("llama", "sdpa"), ("llama", "kvarn"), ("gemma3", "sdpa"), ("phi3", "kvarn")]
 )
 def test_every_step_of_every_mode(checked, name, attention, mode):
     if (name, mode) in modes.NOT_IN_TRANSFORMERS:

@@ -18,10 +18,7 @@ TEXTS = {
     "code": lambda: inspect.getsource(argparse),
 }
 # Mean KL in nats that the method must not exceed, on the mean over texts.
-TARGET = {
-    "smollm2": {"k4v2": 0.0042, "k2v2": 0.022},
-    "qwen": {"k4v2": 0.0045, "k2v2": 0.025},
-}
+TARGET = {"smollm2": {"k4v2": 0.0042, "k2v2": 0.022}, "qwen": {"k4v2": 0.0045, "k2v2": 0.025}}
 
 
 @pytest.fixture(scope="module", autouse=True)
