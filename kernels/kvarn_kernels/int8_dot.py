@@ -220,7 +220,7 @@ def codes_dot(codes, x, largest, zero, SIDE: tl.constexpr):
     largest : [columns], the largest of each column of ``x`` in size, or more; not 0
     zero : [columns]
     """
-    digits = _to_digits(x, _LARGEST / largest)
+    digits = _to_digits(x, 32512.0 / largest)  # _LARGEST: a constexpr divided by a tensor cannot be interpreted
     unit = largest * (1.0 / _LARGEST)
     total = tl.sum(x, 0)
     ROWS: tl.constexpr = codes.word.shape[0]

@@ -130,7 +130,8 @@ class LazyStates:
 
     def __init__(self, reading: Reading, is_value: bool, repeats: int = 1, grouped: bool = False) -> None:
         self.reading, self.is_value, self.repeats, self.grouped = reading, is_value, repeats, grouped
-        batch, heads, length, head_dim = reading.source.shapes[is_value]
+        self.side = 1 if is_value else 0  # not every compiler of torch's takes a bool as an index
+        batch, heads, length, head_dim = reading.source.shapes[self.side]
         groups = (heads, repeats) if grouped else (heads * repeats,)
         self.shape = torch.Size((batch, *groups, length, head_dim))
         self.ndim = len(self.shape)
@@ -142,7 +143,7 @@ class LazyStates:
     @property
     def heads(self) -> int:
         """KV heads, not repeated."""
-        return self.reading.source.shapes[self.is_value][1]
+        return self.reading.source.shapes[self.side][1]
 
     @property
     def is_cuda(self) -> bool:
@@ -151,7 +152,7 @@ class LazyStates:
 
     def dense(self) -> torch.Tensor:
         """The tensor itself."""
-        tensor = self.reading.dense()[self.is_value]
+        tensor = self.reading.dense()[self.side]
         if self.grouped:
             return tensor.unsqueeze(2).expand(self.shape)
         if self.repeats == 1:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvarn_hf import KVarNConfig, ops
+from kvarn_hf.ops import dispatch
 from tests.cases.small import filled, random_kv, read, relative_error
 
 # --- 16: kernels launched on the wrong GPU ---
@@ -78,7 +79,7 @@ def test_18_old_gpus_fall_back_with_one_warning(monkeypatch, missing):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (7, 5))
     else:
         monkeypatch.setitem(sys.modules, "triton", None)
-    ops._kernels_run_on.cache_clear()
+    dispatch._kernels_run_on.cache_clear()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -88,5 +89,5 @@ def test_18_old_gpus_fall_back_with_one_warning(monkeypatch, missing):
         assert len(messages) == 1
         assert ("has 7.5" if missing == "capability" else "Triton is not installed") in messages[0]
     finally:
-        ops._kernels_run_on.cache_clear()
+        dispatch._kernels_run_on.cache_clear()
     assert all(relative_error(x.cpu(), y) < 0.01 for x, y in zip(held, expected, strict=True))

@@ -177,7 +177,7 @@ def test_a_step_waits_for_the_packing_kernel_only_when_a_tile_is_due():
     release.set()
     for i in range(143, 160):
         tiny.forward(on_gpu, ids[:, i : i + 1], cache)
-    assert cache.layers[0].progress[:, 1].tolist() == [2, 2]
+    assert cache.layers[0].all_counters[:, 1].tolist() == [2, 2]
     tiny.forward(on_gpu, ids[:, 142:], plain)
     for a, b in zip(*(ops.dense(held.layers[0].snapshot()) for held in (cache, plain)), strict=True):
         assert (a - b).float().norm() < 0.01 * b.float().norm()
