@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
+from kvarn_hf.layers.growing import KVarNLayer
 from tests import models_tiny as tiny
 
 
@@ -36,6 +37,12 @@ def generate(model, inputs, cache, new_tokens: int, **kwargs) -> Run:
     )
     assert getattr(out, tiny.CACHE_NAME) is cache
     return Run(out.sequences, list(out.logits), cache)
+
+
+def tile_count(cache) -> int:
+    counts = {layer.state.count for layer in cache.layers if isinstance(layer, KVarNLayer)}
+    assert len(counts) == 1
+    return counts.pop()
 
 
 def greedy(model, new_cache, length, new):

@@ -11,9 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from kvarn_hf import KVarNCache, KVarNConfig
-from kvarn_hf.layers.growing import KVarNLayer
 from tests import models_tiny as tiny
-from tests.generate.modes import MODES, NOT_IN_TRANSFORMERS, Run, beam_search, greedy, left_padded
+from tests.generate.modes import MODES, NOT_IN_TRANSFORMERS, Run, beam_search, greedy, left_padded, tile_count
 
 ALL_SINK = KVarNConfig(sink_length=100_000)
 SMALL = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)  # three tiles from 208 tokens on
@@ -31,12 +30,6 @@ def assert_equal(run: Run, expected: Run) -> None:
     assert len(run.logits) == len(expected.logits)
     for step, (logits, other) in enumerate(zip(run.logits, expected.logits, strict=True)):
         assert torch.equal(logits, other), f"step {step}: largest difference {(logits - other).abs().max()}"
-
-
-def tile_count(cache) -> int:
-    counts = {layer.state.count for layer in cache.layers if isinstance(layer, KVarNLayer)}
-    assert len(counts) == 1
-    return counts.pop()
 
 
 @pytest.mark.parametrize(("name", "mode"), COMBINATIONS)

@@ -10,8 +10,6 @@ from kvarn_hf import KVarNCache, KVarNConfig
 from tests import models_tiny as tiny
 
 CONFIG = KVarNConfig(tile_size=64, sink_length=16, residual_length=16)
-
-
 METHODS = ("kvarn", "published", "hadamard", "rtn")
 
 

@@ -8,8 +8,6 @@ import torch
 from kvarn_hf import KVarNCache, KVarNConfig
 
 CONFIG = KVarNConfig(tile_size=64, sink_length=16, residual_length=16)
-
-
 METHODS = ("kvarn", "published", "hadamard", "rtn")
 
 
