@@ -17,8 +17,8 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import INFINITY_BITS, clamp, exponent_of
 from kvarn_kernels.arithmetic import power_of_two as two_to_the
-from kvarn_kernels.bundles import Packed, Scheme, Side, load_channels, store_channels, tile_sizes
-from kvarn_kernels.launch import Call, compile_ahead, compiling, launch, padded, power_of_two, warps_for
+from kvarn_kernels.bundles import Packed, Scheme, load_channels, store_channels, tile_sizes
+from kvarn_kernels.launch import Call, compile_ahead, compiling, launch, padded, power_of_two, side, warps_for
 from kvarn_kernels.quantize import Tokens, counted_tokens, quantize_key_tile, quantize_value_tile, tile_form
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -407,17 +407,11 @@ def write(
             shape.dense_capacity,
         ),
         (),
-        (shape.tile_size, _token(True, shape.key_dim), _token(False, shape.value_dim)),
+        (shape.tile_size, side(True, shape.key_dim), side(False, shape.value_dim)),
         warps=1,
         stages=1,
     )
     launch(call, (shape.batch * shape.heads,))
-
-
-@cache
-def _token(is_key: bool, dim: int) -> Side:
-    """For a kernel that copies tokens as they are."""
-    return Side(is_key, dim, padded(dim), padded(dim), 1, 16)
 
 
 @cache

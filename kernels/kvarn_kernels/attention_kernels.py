@@ -112,7 +112,7 @@ def _biased(score, position, mask_of_all, columns, sequence, CAUSAL: tl.constexp
     position [TOKENS]; mask_of_all [TOKENS], read if FORM.MASK_OF_ALL.
     """
     if FORM.CAP:  # cap tanh(x / cap), by an exponential that cannot overflow
-        small = tl.exp2(-2 * LOG2E * tl.abs(score) / sequence.cap)
+        small = tl.exp2(tl.abs(score) * (-2 * LOG2E) / sequence.cap)
         size = sequence.cap * (1 - small) / (1 + small)
         score = tl.where(score < 0, -size, size)
     query_position = sequence.length - FORM.WORK.QUERIES + columns.token

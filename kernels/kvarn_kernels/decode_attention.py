@@ -23,8 +23,8 @@ import torch
 
 from kvarn_kernels.arithmetic import INTERPRETED, LOG2E
 from kvarn_kernels.attention_kernels import Form, combine_kernel, split_kernel
-from kvarn_kernels.bundles import Held, Side, Step, constant
-from kvarn_kernels.launch import begin, finish, on_device_of, padded, power_of_two, rotation_block
+from kvarn_kernels.bundles import Held, Step, constant
+from kvarn_kernels.launch import begin, finish, on_device_of, power_of_two, side
 from kvarn_kernels.launch_table import Tuning, programs_at_once, tuning_for
 from kvarn_kernels.schedule import Cut, Work, plan
 
@@ -143,11 +143,10 @@ def decode_attention(
         sliding_window is not None,
         softcap is not None,
         mask_of_all,
-        _strides(query)
-        + _strides(held.dense_keys)
-        + _strides(held.dense_values)
-        + _strides(key)[:2]
-        + _strides(value)[:2],
+        (
+            *(*_strides(query), *_strides(held.dense_keys), *_strides(held.dense_values)),
+            *(*_strides(key)[:2], *_strides(value)[:2]),
+        ),
         tuple([x & 15 for x in addresses]),
         tuning,
     )
@@ -206,13 +205,8 @@ class _Prepared:
         key_bits, value_bits, rotated = kind.scheme
         columns = query_heads // kind.heads * queries
         cols = 4 if columns <= 4 else _MOST_COLUMNS
-        keys, values = (
-            Side(is_key, dim, side, side, rotation_block(dim) if rotated else 1, bits)
-            for is_key, dim, side, bits in (
-                (True, key_dim, padded(key_dim, 32), key_bits),
-                (False, kind.value_dim, padded(kind.value_dim, 64), value_bits),
-            )
-        )
+        keys = side(True, key_dim, key_bits, rotated, least=32)
+        values = side(False, kind.value_dim, value_bits, rotated, least=64)
         tuning = kind.tuning or tuning_for(kind.device, cols, max(keys.PADDED, values.PADDED))
         self.kind, self.tuning = kind, tuning
         self.work = Work(queries, columns, cols, kind.tile, tuning.block, tuning.weight)

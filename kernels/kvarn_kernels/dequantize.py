@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import INTERPRETED, centre, exponent_of, power_of_two, reciprocal
 from kvarn_kernels.bundles import Held, Packed, Side, tile_at
-from kvarn_kernels.launch import Call, launch, padded, rotation_block
+from kvarn_kernels.launch import Call, launch, side
 
 # Channels to a program, at most: more would not fit the registers of one warp.
 _CHANNELS = 128
@@ -569,9 +569,11 @@ def dequantize_tiles(held: Held) -> tuple[torch.Tensor, torch.Tensor]:
     length = dense_length + held.tile_count * size
     keys = held.dense_keys.new_empty(batch, heads, length, key_dim)
     values = held.dense_values.new_empty(batch, heads, length, value_dim)
-    scheme, rotated = held.scheme, held.scheme.method != "rtn"
+    rotated = held.scheme.method != "rtn"
     form = Form(
-        size, _side(True, key_dim, scheme.key_bits, rotated), _side(False, value_dim, scheme.value_bits, rotated)
+        size,
+        side(True, key_dim, held.scheme.key_bits, rotated, least=32, chunk=_CHANNELS),
+        side(False, value_dim, held.scheme.value_bits, rotated, least=32, chunk=_CHANNELS),
     )
     blocks = held.tile_count * _PIECES.value + triton.cdiv(dense_length, size // _PIECES.value)
     parts = triton.cdiv(key_dim, form.KEYS.CHUNK) + triton.cdiv(value_dim, form.VALUES.CHUNK)
@@ -590,9 +592,3 @@ def dequantize_tiles(held: Held) -> tuple[torch.Tensor, torch.Tensor]:
     )
     launch(call, (batch * heads * blocks * parts,))
     return keys, values
-
-
-def _side(is_key: bool, dim: int, bits: int, rotated: bool) -> Side:
-    """Channels are padded to a multiple of a program's."""
-    chunk = min(max(padded(dim), 32), _CHANNELS)
-    return Side(is_key, dim, max(padded(dim), 32), chunk, rotation_block(dim) if rotated else 1, bits)

@@ -13,8 +13,6 @@ import triton.language as tl
 
 from kvarn_kernels.arithmetic import INTERPRETED
 
-_LARGEST = tl.constexpr(32512.0)  # of 256 high + low
-
 
 class Codes(NamedTuple):
     """Bytes of a tile's codes.
@@ -220,8 +218,9 @@ def codes_dot(codes, x, largest, zero, SIDE: tl.constexpr):
     largest : [columns], the largest of each column of ``x`` in size, or more; not 0
     zero : [columns]
     """
-    digits = _to_digits(x, 32512.0 / largest)  # _LARGEST: a constexpr divided by a tensor cannot be interpreted
-    unit = largest * (1.0 / _LARGEST)
+    LARGEST: tl.constexpr = 32512.0  # of 256 high + low
+    digits = _to_digits(x, LARGEST / largest)
+    unit = largest * (1.0 / LARGEST)
     total = tl.sum(x, 0)
     ROWS: tl.constexpr = codes.word.shape[0]
     COLS: tl.constexpr = x.shape[1]

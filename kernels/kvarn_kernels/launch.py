@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvarn_kernels.bundles import constant
+from kvarn_kernels.bundles import Side, constant
 
 RESERVED_SHARED = 1024  # bytes of a multiprocessor's shared memory, for every program that it runs
 
@@ -34,6 +34,27 @@ def warps_for(elements: int) -> int:
 def rotation_block(dim: int) -> int:
     """The largest power of two that divides ``dim``: the order of the Hadamard blocks."""
     return dim & -dim
+
+
+@cache
+def side(
+    is_key: bool, dim: int, bits: int = 16, rotated: bool = False, *, least: int = 16, chunk: int | None = None
+) -> Side:
+    """What a kernel is compiled for, of keys or of values.
+
+    Parameters
+    ----------
+    is_key, dim, bits
+        See :class:`kvarn_kernels.bundles.Side`.
+    rotated : bool
+        Whether tiles are stored rotated.
+    least : int
+        Channels to pad to at least.
+    chunk : int, optional
+        Channels to read at a time at most; None: all.
+    """
+    size = padded(dim, least)
+    return Side(is_key, dim, size, min(size, chunk or size), rotation_block(dim) if rotated else 1, bits)
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:

@@ -25,7 +25,7 @@ from kvarn_kernels.arithmetic import (
     reciprocal,
 )
 from kvarn_kernels.bundles import Packed, Scheme, Side, tile_at
-from kvarn_kernels.launch import Call, launch, padded, rotation_block, shared_memory, warps_for
+from kvarn_kernels.launch import Call, launch, padded, shared_memory, side, warps_for
 from kvarn_kernels.normalize import variance_normalize, variance_normalize_published
 from kvarn_kernels.packing import store_key_codes, store_value_codes
 from kvarn_kernels.rotation import hadamard_signs, split
@@ -344,37 +344,23 @@ def quantize_kernel(
         source, void = counted_tokens(tl.load(first_ptr + batch) - position - start, FORM.TILE)
         source += start
     if is_key:
+        keys = Packed(key_codes_ptr, key_channel_scale_ptr, key_token_scale_ptr, key_zero_point_ptr)
         quantize_key_tile(
             Tokens(
                 key_ptr + batch * stride_kb + head * stride_kh,
                 source * stride_kt,
                 stride_kd,
-                prescale_ptr if prescale_ptr is None else prescale_ptr + row.to(tl.int64) * FORM.KEYS.DIM,
+                None if prescale_ptr is None else prescale_ptr + row.to(tl.int64) * FORM.KEYS.DIM,
                 void,
             ),
-            tile_at(
-                Packed(key_codes_ptr, key_channel_scale_ptr, key_token_scale_ptr, key_zero_point_ptr),
-                arena,
-                FORM.TILE,
-                FORM.KEYS,
-            ),
+            tile_at(keys, arena, FORM.TILE, FORM.KEYS),
             FORM,
         )
     else:
+        values = Packed(value_codes_ptr, value_channel_scale_ptr, value_token_scale_ptr, value_zero_point_ptr)
         quantize_value_tile(
-            Tokens(
-                value_ptr + batch * stride_vb + head * stride_vh,
-                source * stride_vt,
-                stride_vd,
-                None,
-                void,
-            ),
-            tile_at(
-                Packed(value_codes_ptr, value_channel_scale_ptr, value_token_scale_ptr, value_zero_point_ptr),
-                arena,
-                FORM.TILE,
-                FORM.VALUES,
-            ),
+            Tokens(value_ptr + batch * stride_vb + head * stride_vh, source * stride_vt, stride_vd, None, void),
+            tile_at(values, arena, FORM.TILE, FORM.VALUES),
             FORM,
         )
 
@@ -448,15 +434,15 @@ def tile_form(tile_size: int, key_dim: int, value_dim: int, scheme: Scheme, devi
         If a head_dim is no multiple of 8 or above 512.
     """
 
-    def side(is_key: bool, dim: int, bits: int) -> Side:
+    # A chunk of channels and its slice of the signs must fit the shared memory together: 128 channels fit that of data
+    # center GPUs, 64 that of all.
+    widest = 128 if shared_memory(device) >= _SHARED_BY_128_CHANNELS else 64
+    rotated = scheme.method != "rtn"
+    for dim in (key_dim, value_dim):
         if dim % 8 or not 8 <= dim <= LARGEST_HEAD_DIM:
             raise ValueError(f"head_dim must be a multiple of 8 from 8 to {LARGEST_HEAD_DIM}, got {dim}")
-        # A chunk of channels and its slice of the signs must fit the shared memory together: 128 channels fit that of
-        # data center GPUs, 64 that of all.
-        widest = 128 if shared_memory(device) >= _SHARED_BY_128_CHANNELS else 64
-        rotated, size = scheme.method != "rtn", padded(dim)
-        chunk = 64 if rotated and size > widest else size
-        return Side(is_key, dim, size, chunk, rotation_block(dim) if rotated else 1, bits)
-
-    keys, values = side(True, key_dim, scheme.key_bits), side(False, value_dim, scheme.value_bits)
+    keys, values = (
+        side(is_key, dim, bits, rotated, chunk=64 if rotated and padded(dim) > widest else LARGEST_HEAD_DIM)
+        for is_key, dim, bits in ((True, key_dim, scheme.key_bits), (False, value_dim, scheme.value_bits))
+    )
     return Form(tile_size, keys, values, scheme.method, scheme.iterations)
