@@ -7,7 +7,7 @@ packed tiles directly; whatever else touches one finds a dense tensor, dequantiz
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,29 +27,8 @@ def reads_lazily(model_config: Any) -> bool:
     return getattr(model_config, "_attn_implementation", None) in LAZY_ATTENTION
 
 
-class Source(Protocol):
-    """What a :class:`Reading` reads from: a growing layer's state, or a fixed layer's storage in one step."""
-
-    shapes: tuple[Shape, Shape]  # of the dense keys and values
-    dtype: torch.dtype
-    device: torch.device
-
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, dequantized, of these ``shapes``."""
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Fused attention, see :func:`kvarn_hf.ops.attend`; None where it is not supported."""
-
-
 class StateSource:
-    """The state of a growing layer before a step's tiles are packed."""
+    """The state of a growing layer before a step's tiles are packed, as a :class:`Reading` reads it."""
 
     def __init__(self, state: LayerState) -> None:
         self.state, keys, values = state, state.dense.key_buffer, state.dense.value_buffer
@@ -58,29 +37,22 @@ class StateSource:
         self.dtype, self.device = keys.dtype, keys.device
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Source`."""
+        """Keys and values, dequantized, of these ``shapes``."""
         return ops.dense(self.state)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """See :class:`Source`."""
-        return ops.attend(self.state, query, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
+        """See :func:`kvarn_hf.ops.attend`."""
+        return ops.attend(self.state, query, mask, **options)
 
 
 class Reading:
     """What one step of one layer reads, and the dense tensors if anybody has asked for them.
 
-    ``counts`` is the layer's ``{"fused": n, "dequantized": n}``; None in compiled code, which would be compiled again
-    for every other number.
+    ``source`` is a :class:`StateSource`, or a fixed layer's. ``counts`` is the layer's ``{"fused": n, "dequantized":
+    n}``; None in compiled code, which would be compiled again for every other number.
     """
 
-    def __init__(self, source: Source, counts: dict[str, int] | None) -> None:
+    def __init__(self, source: Any, counts: dict[str, int] | None) -> None:
         self.source, self.counts = source, counts
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -91,18 +63,11 @@ class Reading:
             self._count("dequantized")
         return self._dense
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> torch.Tensor | None:
         """Fused attention, see :func:`kvarn_hf.ops.attend`; None where only dense tensors will do."""
         if self._dense is not None:
             return None  # whoever asked for them may have changed them
-        out = self.source.attend(query, mask, scaling, softcap, sinks)
+        out: torch.Tensor | None = self.source.attend(query, mask, **options)
         if out is not None:
             self._count("fused")
         return out
@@ -264,7 +229,7 @@ def attend_lazily(
         # Every query sees the same keys: heads packed as tokens. They are heads again.
         if attn_mask is not None and attn_mask.shape[1] != 1:
             return None
-        out = reading.attend(query.reshape(batch, query_heads * tokens, 1, head_dim), attn_mask, scale)
+        out = reading.attend(query.reshape(batch, query_heads * tokens, 1, head_dim), attn_mask, scaling=scale)
         return None if out is None else out.reshape(batch, query_heads, tokens, out.shape[-1])
-    out = reading.attend(query, attn_mask, scale)
+    out = reading.attend(query, attn_mask, scaling=scale)
     return None if out is None else out.transpose(1, 2)

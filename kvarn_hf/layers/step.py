@@ -194,9 +194,9 @@ class StepSource:
         self,
         query: torch.Tensor,
         mask: torch.Tensor | None,
-        scaling: float | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Fused attention; None where it is not supported."""
         if query.dtype != self.dtype or (query.requires_grad and torch.is_grad_enabled()):

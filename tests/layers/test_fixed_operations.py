@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from kvarn_hf import KVarNCache
+from kvarn_hf.layers.fixed import StaticKVarNLayer
+from kvarn_hf.layers.step import SharedStep
 from tests import models_tiny as tiny
 from tests.layers.common import SMALL, assert_holds, contents, filled
 
@@ -149,3 +151,28 @@ def test_keys_kept_from_an_older_step_change_nothing(then):
     first.zero_()
     torch.nn.functional.scaled_dot_product_attention(torch.randn(batch, heads, 1, dim), *kept[0])
     assert_holds(cache, held)
+
+
+@pytest.mark.parametrize(
+    ("operation", "snapshots"),
+    [
+        (repr, 0),
+        (lambda cache: cache.report(), 0),
+        (lambda cache: cache.memory_footprint(), 0),
+        (lambda cache: cache.crop(-2), 1),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), 1),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), 1),
+        (lambda cache: cache.batch_repeat_interleave(2), 1),
+    ],
+    ids=["repr", "report", "bytes", "crop", "reorder", "select", "repeat"],
+)
+def test_every_layer_is_asked_once_what_it_holds(operation, snapshots, monkeypatch):
+    """A snapshot waits for the device and copies the dense tokens; lengths alone are read for all layers together."""
+    _, cache = filled()
+    asked, read = [], []
+    snapshot, lengths = StaticKVarNLayer.snapshot, SharedStep.lengths
+    monkeypatch.setattr(StaticKVarNLayer, "snapshot", lambda layer: asked.append(layer.index) or snapshot(layer))
+    monkeypatch.setattr(SharedStep, "lengths", lambda shared: read.append(1) or lengths(shared))
+    operation(cache)
+    assert asked == [0, 1] * snapshots
+    assert len(read) <= 1
