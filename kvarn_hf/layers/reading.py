@@ -98,7 +98,7 @@ class LazyStates:
         self.side = 1 if is_value else 0  # not every compiler of torch's takes a bool as an index
         batch, heads, length, head_dim = reading.source.shapes[self.side]
         groups = (heads, repeats) if grouped else (heads * repeats,)
-        self.shape = torch.Size((batch, *groups, length, head_dim))
+        self.shape = (batch, *groups, length, head_dim)
         self.ndim = len(self.shape)
         self.dtype, self.device = reading.source.dtype, reading.source.device
         self._copy: torch.Tensor | None = None

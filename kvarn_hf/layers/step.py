@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from kvarn_hf.layers.reading import Shape, reads_lazily
+from kvarn_hf.layers.reading import LAZY_ATTENTION, Shape
 from kvarn_hf.ops import steps
 from kvarn_hf.state import storage as storages
 from kvarn_hf.state.storage import Layout
@@ -76,7 +76,7 @@ class SharedStep:
     @property
     def lazy(self) -> bool:
         """Whether the model's attention reads lazily, as far as its config says."""
-        return reads_lazily(self.model_config)
+        return self.attention in LAZY_ATTENTION
 
     def fused_query_heads(self, heads: int) -> int | None:
         """Of fused attention to ``heads`` KV heads, as far as the config says; None where attention is not fused."""
