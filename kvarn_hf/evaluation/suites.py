@@ -22,7 +22,7 @@ SUITES = ("pseudo-decode", "accumulation", "tensor", "retrieval", "tasks")
 
 def evaluate(
     suite: str,
-    models: Sequence[str | None],
+    models: Sequence[str | None] = (),
     *,
     caches: Sequence[str] = DEFAULT_CACHES,
     texts: Sequence[Path] = (),
@@ -77,13 +77,14 @@ def evaluate(
     for history in histories or ():
         if history not in HISTORIES:
             raise ValueError(f"history must be one of {', '.join(HISTORIES)}, got {history!r}")
-    whole("batch", batch, least=1)
-    whole("samples", samples, least=1)
-    whole("stretches", stretches, least=1)
-    if limit is not None:
-        whole("limit", limit, least=1)
-    for count in lengths:
-        whole("tokens", count, least=1)
+    counts = [
+        ("batch", batch),
+        ("samples", samples),
+        ("stretches", stretches),
+        ("limit", 1 if limit is None else limit),
+    ]
+    for name, count in (*counts, *(("tokens", count) for count in lengths)):
+        whole(name, count, least=1)
     for count in lines:
         whole("lines", count, least=1, most=MOST_LINES)
     if data is not None and not data.is_dir():
