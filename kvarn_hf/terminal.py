@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,26 +18,14 @@ OnStep: TypeAlias = Callable[[str, int, int], None]
 def table(*columns: str | tuple[str, int], title: str | None = None, names: Collection[str] = ()) -> Table:
     """An empty table whose headers wrap, and whose cells continue in the next line rather than being cut off.
 
-    Parameters
-    ----------
-    *columns : str or (str, int)
-        Headers, some with the least width of their cells.
-    title : str, optional
-    names : collection of str
-        Headers of the columns of text, which stand on the left and are wrapped only if they have a least width. All
-        others hold numbers.
+    Some of the headers ``columns`` come with the least width of their cells. ``names`` are those of columns of text,
+    which stand on the left and are wrapped only if they have a least width; all others hold numbers.
     """
     made = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
     for column in columns:
-        header, least = (column, 0) if isinstance(column, str) else column
-        named = header in names
-        made.add_column(
-            header,
-            justify="left" if named else "right",
-            overflow="fold",
-            min_width=least or None,
-            no_wrap=named and not least,
-        )
+        header, least = (column, None) if isinstance(column, str) else column
+        look: dict[str, Any] = {"justify": "left", "no_wrap": not least} if header in names else {"justify": "right"}
+        made.add_column(header, overflow="fold", min_width=least, **look)
     return made
 
 

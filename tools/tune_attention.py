@@ -68,11 +68,8 @@ def tune(shape: bench.Shape, candidates: Iterable[Tuning], deadline: float) -> N
     for elapsed, tuning in results[:8]:
         print(f"  {elapsed:7.1f} us  {size / elapsed:.2f} TB/s  {tuning}")
     if results:
-        columns = 4 if shape.groups <= 4 else 8
-        print(
-            f"    (({torch.cuda.get_device_capability()[0]}, {columns}, {shape.head_dim}), {results[0][1]}),",
-            flush=True,
-        )
+        row = torch.cuda.get_device_capability()[0], 4 if shape.groups <= 4 else 8, shape.head_dim
+        print(f"    ({row}, {results[0][1]}),", flush=True)
 
 
 def main() -> None:

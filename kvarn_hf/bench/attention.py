@@ -10,6 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,22 +113,14 @@ def dense_milliseconds(shape: Shape) -> dict[str, float]:
     sets = cold_inputs(lambda seed: random_tokens(batch, heads, context, dim, seed), 4 * batch * heads * context * dim)
     query = torch.randn(batch, heads * groups, 1, dim, device="cuda", dtype=torch.bfloat16)
     grouped = query.view(batch, heads, groups, dim)
-    backends = {
-        "flash": [SDPBackend.FLASH_ATTENTION],
-        "cudnn": [SDPBackend.CUDNN_ATTENTION],
-        "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-        "default": None,
-    }
+    backends = {name: [getattr(SDPBackend, f"{name.upper()}_ATTENTION")] for name in ("flash", "cudnn", "efficient")}
+    # One query token sees everything, so the query heads of a KV head may also go in as its query tokens.
+    forms = [("", partial(scaled_dot_product_attention, query, enable_gqa=groups > 1))]
+    forms += [(" grouped", partial(scaled_dot_product_attention, grouped))] if groups > 1 else []
     times = {}
-    for name, backend in backends.items():
-        for form in ("", " grouped")[: 1 + (groups > 1)]:
-            # One query token sees everything, so the query heads of a KV head may also go in as its query tokens.
-            if form:
-                calls = [lambda k=k, v=v: scaled_dot_product_attention(grouped, k, v) for k, v in sets]
-            else:
-                calls = [
-                    lambda k=k, v=v: scaled_dot_product_attention(query, k, v, enable_gqa=groups > 1) for k, v in sets
-                ]
+    for name, backend in (backends | {"default": []}).items():
+        for form, attend in forms:
+            calls = [partial(attend, k, v) for k, v in sets]
             with contextlib.suppress(RuntimeError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a page of reasons from every backend that does not take the shape
                 with sdpa_kernel(backend) if backend else contextlib.nullcontext():
@@ -170,27 +163,15 @@ def attention(
             best = min(dense, key=dense.__getitem__)
             slow = milliseconds([first.dequantize_and_attend], replays=5)
             floor = stored_bytes(first.state) / bandwidth * 1e3
-            results.append(
-                {
-                    **shape._asdict(),
-                    "preset": preset,
-                    "packed": packed * 1e3,
-                    "of_copy": floor / packed,
-                    "floor": floor * 1e3,
-                    "dense": {name: t * 1e3 for name, t in dense.items()},
-                    "best_dense": best,
-                    "ratio": dense[best] / packed,
-                    "dequantize": slow * 1e3,
-                    "error": error,
-                    "sdpa_error": bound,
-                }
-            )
-            print(
-                f"| {', '.join(map(str, shape))} | {preset} | {packed * 1e3:.1f} | {floor / packed:.0%} "
-                f"| {floor * 1e3:.1f} | {dense[best] * 1e3:.1f} ({best}) | {dense[best] / packed:.2f} "
-                f"| {slow * 1e3:.0f} | {error:.1e} ({bound:.1e}) |",
-                flush=True,
-            )
+            times: dict[str, Any] = {"packed": packed * 1e3, "of_copy": floor / packed, "floor": floor * 1e3}
+            times |= {"dense": {name: t * 1e3 for name, t in dense.items()}, "best_dense": best}
+            times |= {"ratio": dense[best] / packed, "dequantize": slow * 1e3, "error": error, "sdpa_error": bound}
+            results.append(shape._asdict() | {"preset": preset} | times)
+            row = (
+                "| {packed:.1f} | {of_copy:.0%} | {floor:.1f} | {fastest:.1f} ({best_dense}) | {ratio:.2f} "
+                "| {dequantize:.0f} | {error:.1e} ({sdpa_error:.1e}) |"
+            ).format(**times, fastest=dense[best] * 1e3)
+            print(f"| {', '.join(map(str, shape))} | {preset} {row}", flush=True)
             if out is not None:
                 save(results, "attention", out)
             del first

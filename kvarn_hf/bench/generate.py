@@ -59,9 +59,8 @@ def fill_kvarn(cache: Any, model: Any, batch: int, context: int) -> None:
 def _fill_one_layer(cache: Any, model: Any, batch: int, context: int) -> None:
     # The others hold the same: quantizing takes seconds per layer here, and time does not depend on what is held.
     cache.update(*_random_states(model, batch, context), 0)
-    cache.layers[1 : model.config.num_hidden_layers] = [
-        copy.deepcopy(cache.layers[0]) for _ in range(1, model.config.num_hidden_layers)
-    ]
+    count = model.config.num_hidden_layers
+    cache.layers[1:count] = [copy.deepcopy(cache.layers[0]) for _ in range(1, count)]
 
 
 def _fill_turboquant(cache: Any, model: Any, batch: int, context: int) -> None:
@@ -76,6 +75,10 @@ def _fill_turboquant(cache: Any, model: Any, batch: int, context: int) -> None:
 def _random_states(model: Any, batch: int, context: int) -> list[torch.Tensor]:
     shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
     return [torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)]
+
+
+def _fixed_size(model: Any, length: int) -> KVarNCache:
+    return KVarNCache(model.config, max_cache_len=length)
 
 
 @dataclass(frozen=True)
@@ -101,15 +104,12 @@ CONTESTANTS = {
     "hqq-int4": Contestant.named("hqq-int4", fill=_fill_one_layer),
     "fused-turboquant-4bit": Contestant.named("fused-turboquant-4bit", fill=_fill_turboquant),
     "kvarn": Contestant.named("kvarn_k4v2_g128", fill=fill_kvarn),
-    "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), attention="kvarn", fill=fill_kvarn),
+    "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), "kvarn", fill_kvarn),
     "kvarn-dequantized": Contestant(lambda model, length: KVarNCache(model.config, fused=False), fill=fill_kvarn),
     "kvarn-k2v2": Contestant.named("kvarn_k2v2_g128", fill=fill_kvarn),
-    "kvarn-compiled": Contestant(lambda model, length: KVarNCache(model.config, max_cache_len=length), fill=fill_kvarn),
-    "kvarn-attention-compiled": Contestant(
-        lambda model, length: KVarNCache(model.config, max_cache_len=length), attention="kvarn", fill=fill_kvarn
-    ),
+    "kvarn-compiled": Contestant(_fixed_size, fill=fill_kvarn),
+    "kvarn-attention-compiled": Contestant(_fixed_size, "kvarn", fill_kvarn),
 }
-
 DEFAULT_CACHES = tuple(name for name in CONTESTANTS if name not in ("kvarn-dequantized", "kvarn-k2v2"))
 
 
@@ -147,7 +147,8 @@ def generate(
 
     The cache is filled with random keys and values instead of a prefill, so that a run takes minutes. ``generate()``
     then runs twice: for a few tokens, in which caches that compile do so, and for ``new_tokens``, which count. The
-    compiler's own start, for which every contestant that compiles would wait, comes before all of them.
+    compiler's own start, for which every contestant that compiles would wait, comes before all of them. Returns the
+    fields of a :class:`Timing` for every run.
 
     Parameters
     ----------
@@ -162,11 +163,6 @@ def generate(
         Steps to time.
     out : str or Path, optional
         Folder for ``bench_generate.json`` and ``.md``.
-
-    Returns
-    -------
-    list of dict
-        The fields of :class:`Timing`.
     """
     unknown = [name for name in caches if name not in CONTESTANTS]
     if unknown:

@@ -49,13 +49,12 @@ def in_float(state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
     keys, values = (Packed(*(t[:1] for t in part)) for part in state.tiles.filled())
     prescale = None if state.prescale is None else state.prescale[:1].unsqueeze(2)
 
-    def joined(dense: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-        return torch.cat([dense[:1, :, :sink].float(), tiles.flatten(2, 3), dense[:1, :, sink:].float()], 2)
-
-    return (
-        joined(state.dense.keys, dequantize_keys(keys, prescale, state.config)),
-        joined(state.dense.values, dequantize_values(values, state.config)),
-    )
+    tiles = dequantize_keys(keys, prescale, state.config), dequantize_values(values, state.config)
+    parts = [
+        (x[:1].float(), y.flatten(2, 3)) for x, y in zip((state.dense.keys, state.dense.values), tiles, strict=True)
+    ]
+    keys_hat, values_hat = (torch.cat([x[:, :, :sink], y, x[:, :, sink:]], 2) for x, y in parts)
+    return keys_hat, values_hat
 
 
 def relative_error(x_hat: torch.Tensor, x: torch.Tensor) -> float:

@@ -31,28 +31,18 @@ def monitor(
     """Time decode steps with the monitor off and on, in turns of a few tokens, so that a slow second meets both.
 
     A segment decodes as many tokens as a tile has, so that one of its steps packs a tile in every layer, always the
-    same one. Of every step of a segment the median over the segments is taken, and of these the mean.
+    same one. Of every step of a segment the median over the segments is taken, and of these the mean. Returns rows with
+    ``batch``, ``context``, ``monitor`` (every tile or none), ``step_ms`` (mean), ``overhead`` (of the mean step),
+    ``median_step_ms`` and ``packing_step_ms``.
 
     Parameters
     ----------
-    shape : str
-        A key of :data:`kvarn_hf.bench.generate.SHAPES`.
-    contexts, batches : sequence of int
-        Tokens in the cache, cut to whole tiles, and rows.
+    shape, contexts, batches, device, out
+        As in :func:`kvarn_hf.bench.generate.generate`; contexts are cut to whole tiles.
     segments : int
         How many count, after one that does not.
     attention : str
         The model's attention implementation.
-    device : str
-        Where to run.
-    out : str or Path, optional
-        Folder for ``bench_monitor.json`` and ``.md``.
-
-    Returns
-    -------
-    list of dict
-        ``batch``, ``context``, ``monitor`` (every tile or none), ``step_ms`` (mean), ``overhead`` (of the mean step),
-        ``median_step_ms`` and ``packing_step_ms``.
     """
     model = random_model(shape, device)
     model.set_attn_implementation(attention)
@@ -97,13 +87,7 @@ def _show(rows: Sequence[dict[str, Any]], shape: str) -> None:
     times = "mean step", "overhead", "median step", "packing step"
     made = table("batch", "context", "monitor", *times, title=describe(shape))
     for row in rows:
-        made.add_row(
-            str(row["batch"]),
-            str(row["context"]),
-            "on" if row["monitor"] else "off",
-            f"{row['step_ms']:.2f} ms",
-            f"{row['overhead']:+.1%}" if row["monitor"] else "-",
-            f"{row['median_step_ms']:.2f} ms",
-            f"{row['packing_step_ms']:.2f} ms",
-        )
+        switch, overhead = ("on", f"{row['overhead']:+.1%}") if row["monitor"] else ("off", "-")
+        step, median, packing = (f"{row[name]:.2f} ms" for name in ("step_ms", "median_step_ms", "packing_step_ms"))
+        made.add_row(str(row["batch"]), str(row["context"]), switch, step, overhead, median, packing)
     Console().print(made)

@@ -100,12 +100,9 @@ def _differing_codes(keys: torch.Tensor, values: torch.Tensor, config: KVarNConf
     key_tiles, value_tiles = (x.unflatten(2, (-1, config.tile_size)) for x in (keys, values))
     expected = (reference.quantize_keys(key_tiles, prescale, config), reference.quantize_values(value_tiles, config))
     unpacks = (packing.unpack_keys, config.key_bits), (packing.unpack_values, config.value_bits)
-    difference = torch.cat(
-        [
-            (unpack(got.codes, bits).short() - unpack(want.codes, bits).short()).abs().flatten()
-            for got, want, (unpack, bits) in zip(actual, expected, unpacks, strict=True)
-        ]
-    )
+    sides = zip(actual, expected, unpacks, strict=True)
+    codes = [(unpack(got.codes, bits).short(), unpack(want.codes, bits).short()) for got, want, (unpack, bits) in sides]
+    difference = torch.cat([(got - want).abs().flatten() for got, want in codes])
     share = (difference > 0).double().mean().item()
     if difference.max() > 1 or share > 1e-3:
         raise RuntimeError(
@@ -117,9 +114,8 @@ def _differing_codes(keys: torch.Tensor, values: torch.Tensor, config: KVarNConf
 def _dequantizing(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> dict[str, float]:
     state = packed_state(keys, values, config)
     sink, tail = config.sink_length, state.tail_start
-    for name, want, got, given in zip(
-        ("keys", "values"), in_float(state), ops.dense(state), (keys, values), strict=True
-    ):
+    sides = zip(("keys", "values"), in_float(state), ops.dense(state), (keys, values), strict=True)
+    for name, want, got, given in sides:
         if not all(torch.equal(got[:, :, part], given[:, :, part]) for part in (slice(sink), slice(tail, None))):
             raise RuntimeError(f"the dense {name} came back changed")
         difference = relative_error(got[:, :, sink:tail], want[:, :, sink:tail])
@@ -139,36 +135,24 @@ def _prefill_memory(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfi
     torch.cuda.reset_peak_memory_stats()
     KVarNLayer(config).update(keys, values)
     torch.cuda.synchronize()
-    return {
-        "prefill_peak_bytes": torch.cuda.max_memory_allocated() - before,
-        "dense_bytes": keys.nbytes + values.nbytes,
-    }
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"prefill_peak_bytes": peak, "dense_bytes": keys.nbytes + values.nbytes}
 
 
 def _show(figures: dict[str, Any], shape: torch.Size, config: KVarNConfig) -> None:
     _, heads, tokens, head_dim = shape
-    made = table(
-        ("", 20),
-        ("measured", 9),
-        (" ", 20),
-        title=f"{config.name}, {heads} KV heads, head_dim {head_dim}, bfloat16",
-        names=("", " "),
-    )
+    title = f"{config.name}, {heads} KV heads, head_dim {head_dim}, bfloat16"
+    made = table(("", 20), ("measured", 9), (" ", 20), title=title, names=("", " "))
     made.caption = f"{figures['gpu']}, torch {figures['torch']}, triton {figures['triton']}; medians"
-    made.add_row(f"quantize K and V of {tokens:,} tokens", f"{figures['quantize_ms']:.2f} ms", "")
-    made.add_row(f"quantize one tile in each of {_LAYERS} layers", f"{figures['flush_ms']:.2f} ms", "")
-    made.add_row(
-        f"dequantize K and V of {tokens:,} tokens",
-        f"{figures['dequantize_ms'] * 1e3:.0f} us",
-        f"{figures['dequantize_gb_per_s']:,.0f} GB/s, {figures['dequantize_share']:.0%} of "
-        f"a copy's {figures['copy_gb_per_s']:,.0f}",
-    )
-    made.add_row(
-        "peak memory of a prefill, beyond its input",
-        f"{figures['prefill_peak_bytes'] / 2**20:.1f} MiB",
-        f"the dense cache takes {figures['dense_bytes'] / 2**20:.1f} MiB",
-    )
-    made.add_row(
-        "codes that differ from the torch path's", f"{figures['differing_codes']:.1e}", "each by one, at a rounding tie"
-    )
+    bandwidth = "{dequantize_gb_per_s:,.0f} GB/s, {dequantize_share:.0%} of a copy's {copy_gb_per_s:,.0f}"
+    mib = {name: figures[name] / 2**20 for name in ("prefill_peak_bytes", "dense_bytes")}
+    dense = "the dense cache takes {dense_bytes:.1f} MiB"
+    for what, measured, beside in (
+        (f"quantize K and V of {tokens:,} tokens", "{quantize_ms:.2f} ms", ""),
+        (f"quantize one tile in each of {_LAYERS} layers", "{flush_ms:.2f} ms", ""),
+        (f"dequantize K and V of {tokens:,} tokens", f"{figures['dequantize_ms'] * 1e3:.0f} us", bandwidth),
+        ("peak memory of a prefill, beyond its input", "{prefill_peak_bytes:.1f} MiB", dense),
+        ("codes that differ from the torch path's", "{differing_codes:.1e}", "each by one, at a rounding tie"),
+    ):
+        made.add_row(what, *(text.format(**figures | mib) for text in (measured, beside)))
     Console().print(made)

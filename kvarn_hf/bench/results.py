@@ -32,12 +32,7 @@ def measured_with() -> dict[str, str]:
     import triton
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {
-        "gpu": gpu,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "triton": triton.__version__,
-    }
+    return {"gpu": gpu} | {package.__name__: package.__version__ for package in (torch, transformers, triton)}
 
 
 def _cell(value: Any) -> str:

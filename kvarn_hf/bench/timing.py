@@ -36,9 +36,8 @@ def milliseconds(calls: Sequence[Callable[[], object]], replays: int = 51) -> fl
     graph = torch.cuda.CUDAGraph()
     repeats = -(-_CALLS_TIMED // len(calls))
     with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
+        for call in [*calls] * repeats:
+            call()
     times: list[float] = []
     while len(times) < 2 or sum(times) < _WARM_UP_MS:
         times.append(_elapsed(graph.replay))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -111,15 +112,9 @@ def estimate(
         so_far = kinds.get(group.kind, LayerKind(group.kind, 0, 0, 0))
         counts = so_far.layers + group.count, so_far.bytes + size, so_far.dense_bytes + dense_size
         kinds[group.kind] = LayerKind(group.kind, *counts)
-    return Estimate(
-        bytes=sum(sizes),
-        dense_bytes=sum(dense_sizes),
-        bytes_per_token=growth,
-        dense_bytes_per_token=dense_growth,
-        fixed_bytes=sum(group.fixed_bytes(batch) for group in packed),
-        bits_per_element=8 * shapes.dtype.itemsize * growth / dense_growth if dense_growth else 0.0,
-        kinds=tuple(kinds.values()),
-    )
+    fixed = sum(group.fixed_bytes(batch) for group in packed)
+    bits = 8 * shapes.dtype.itemsize * growth / dense_growth if dense_growth else 0.0
+    return Estimate(sum(sizes), sum(dense_sizes), growth, dense_growth, fixed, bits, tuple(kinds.values()))
 
 
 def most_tokens(
@@ -162,34 +157,24 @@ def _peak(shapes: ModelShapes, kvarn: str | KVarNConfig | None) -> Callable[[int
     settings = None if kvarn is None else _settings(kvarn)
     groups = layer_groups(shapes, settings)
 
-    def total(length: int, batch: int) -> int:
-        return sum(group.bytes(length, batch, decoding=True) for group in groups)
-
     def peak(length: int, batch: int) -> int:
         lengths = {length}
-        if settings is not None:
-            first = settings.sink_length + settings.residual_length + settings.tile_size
-            if length >= first:
-                lengths.add(length - (length - first) % settings.tile_size - 1)
-        return max(total(n, batch) for n in lengths if n)
+        if settings is not None and (tiles := settings.packed_tiles(length)):
+            lengths.add(settings.sink_length + settings.residual_length + tiles * settings.tile_size - 1)
+        return max(sum(group.bytes(n, batch, decoding=True) for group in groups) for n in lengths if n)
 
     return peak
 
 
 def _most(fits: Callable[[int], bool]) -> int | None:
     """The largest number that fits, if all below it do; None above ``_LONGEST``."""
-    if not fits(1):
-        return 0
-    low = 1
-    while fits(2 * low):
-        low *= 2
-        if low >= _LONGEST:
+    high = 1
+    while fits(high):
+        if high >= _LONGEST:
             return None
-    high = 2 * low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        high *= 2
+    low = high // 2
+    return low + bisect_left(range(low + 1, high), True, key=lambda number: not fits(number))
 
 
 def _settings(kvarn: str | KVarNConfig) -> KVarNConfig:

@@ -39,23 +39,16 @@ def show(
             f"the weights take {_gib(weight_bytes)}, more than the {_gib(usable)} that may be used "
             f"({utilization:.0%} of {_gib(gpu_bytes)})"
         )
-    made = table(
-        "cache",
-        ("bits per element", 7),
-        ("bytes per token", 7),
-        (f"{_rows(batch)} of {length:,} tokens", 10),
-        ("times smaller", 7),
-        (f"most tokens per row, {_rows(batch)}", 9),
-        (f"most rows of {length:,} tokens", 7),
-        names=("cache",),
-    )
+    rows = "1 row" if batch == 1 else f"{batch:,} rows"
+    sizes = ("bits per element", 7), ("bytes per token", 7), (f"{rows} of {length:,} tokens", 10), ("times smaller", 7)
+    most = (f"most tokens per row, {rows}", 9), (f"most rows of {length:,} tokens", 7)
+    made = table("cache", *sizes, *most, names=("cache",))
     for settings in (None, *presets):
         found = estimate(shapes, length, batch, settings or KVarNConfig(), decoding=True)
-        bits, growth, size, ratio = (
-            (found.bits_per_element, found.bytes_per_token, found.bytes, found.ratio)
-            if settings
-            else (8.0 * shapes.dtype.itemsize, found.dense_bytes_per_token, found.dense_bytes, 1.0)
-        )
+        bits, growth, size, ratio = found.bits_per_element, found.bytes_per_token, found.bytes, found.ratio
+        if settings is None:
+            bits, growth, size = 8.0 * shapes.dtype.itemsize, found.dense_bytes_per_token, found.dense_bytes
+            ratio = 1.0
         made.add_row(
             settings.name if settings else "dense",
             f"{bits:g}" if growth else "-",
@@ -76,10 +69,6 @@ def show(
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
-
-
-def _rows(batch: int) -> str:
-    return "1 row" if batch == 1 else f"{batch:,} rows"
 
 
 def _number(count: int | None) -> str:

@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -20,25 +21,13 @@ from kvarn_hf.cache import KVarNCache
 from kvarn_hf.config import METHODS, PRESETS, KVarNConfig
 
 # In the order in which they are worth having when time is short.
-DEFAULT_CACHES = (
-    "kvarn_k4v2_g128",
-    "published_k4v2_g128",
-    "quanto-int4",
-    "rtn_k4v2_g128",
-    "kvarn_k2v2_g128",
-    "published_k2v2_g128",
-    "hadamard_k4v2_g128",
-    "kvarn_k3v2_g128",
-    "kvarn_k4v4_g128",
-    "published_k4v4_g128",
-    "hqq-int4",
-    "turboquant-4bit",
-    "rtn_k2v2_g128",
-    "hadamard_k2v2_g128",
-    "published_k3v2_g128",
-    "quanto-int2",
-    "hqq-int2",
-)
+_BY_WORTH = """
+    kvarn_k4v2_g128 published_k4v2_g128 quanto-int4 rtn_k4v2_g128
+    kvarn_k2v2_g128 published_k2v2_g128 hadamard_k4v2_g128
+    kvarn_k3v2_g128 kvarn_k4v4_g128 published_k4v4_g128 hqq-int4 turboquant-4bit
+    rtn_k2v2_g128 hadamard_k2v2_g128 published_k3v2_g128 quanto-int2 hqq-int2
+"""
+DEFAULT_CACHES = tuple(_BY_WORTH.split())
 
 
 @dataclass(frozen=True)
@@ -133,14 +122,6 @@ def _with_layers(make_layer: Callable[[], Any]) -> Callable[[Any], Cache]:
     return make
 
 
-def _quantized_layer(backend: str, bits: int) -> Any:
-    from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
-
-    if backend == "quanto":
-        return QuantoQuantizedLayer(nbits=bits)
-    return HQQQuantizedLayer(nbits=bits, axis_key=1, axis_value=1)  # the axis that its documentation recommends
-
-
 def _turboquant_layer(bits: int) -> Any:
     import numpy
     from turboquant.cache import TurboQuantLayer
@@ -155,22 +136,21 @@ def _turboquant_layer(bits: int) -> Any:
     return Layer(bits=bits)
 
 
-def _patch_fused_turboquant(model: Any) -> Any:
-    from fused_turboquant.hf.fused_cache import patch_model
-
-    return patch_model(model, bits=4, verify=False)
-
-
-def _unpatch_fused_turboquant(model: Any) -> None:
-    from fused_turboquant.hf.fused_cache import unpatch_model
-
-    unpatch_model(model)
+def _fused_turboquant(name: str, **options: Any) -> Callable[[Any], Any]:
+    """A function of the package that is imported when it is called."""
+    return lambda model: getattr(import_module("fused_turboquant.hf.fused_cache"), name)(model, **options)
 
 
 def _quantized(backend: str, bits: int, package: str) -> CacheSpec:
+    def layer() -> Any:
+        from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
+
+        if backend == "quanto":
+            return QuantoQuantizedLayer(nbits=bits)
+        return HQQQuantizedLayer(nbits=bits, axis_key=1, axis_value=1)  # the axis that its documentation recommends
+
     stored = bits + 2 * 16 / 64  # a scale and a zero point for every 64 elements
-    make = _with_layers(lambda: _quantized_layer(backend, bits))
-    return CacheSpec(f"{backend}-int{bits}", make, lambda head_dim: stored, package=package)
+    return CacheSpec(f"{backend}-int{bits}", _with_layers(layer), lambda head_dim: stored, package=package)
 
 
 _OTHERS = {
@@ -188,11 +168,11 @@ _OTHERS = {
         ),
         CacheSpec(
             "fused-turboquant-4bit",
-            _patch_fused_turboquant,
+            _fused_turboquant("patch_model", bits=4, verify=False),
             lambda head_dim: 4 + 32 / head_dim,
             package="fused_turboquant",
             reads_in_blocks=False,
-            release=_unpatch_fused_turboquant,
+            release=_fused_turboquant("unpatch_model"),
         ),
     )
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvarn_hf.checks import whole
 from kvarn_hf.evaluation.caches import CacheSpec, cache_spec
-from kvarn_hf.evaluation.pseudo_decode import HISTORIES, SKIP, DenseReference, PseudoDecodeResult, dense_reference
+from kvarn_hf.evaluation.pseudo_decode import HISTORIES, SKIP, DenseReference, dense_reference
 from kvarn_hf.evaluation.runner import Run
 from kvarn_hf.evaluation.texts import Plan, measure_texts
 
@@ -33,10 +33,9 @@ def measure(
     ----------
     suite : str
         Name of the result file: ``"pseudo_decode"`` or ``"accumulation"``.
-    caches : sequence of str
-        Names, see :mod:`kvarn_hf.evaluation.caches`.
-    texts, lengths, histories, batch, stretches
-        See :class:`~kvarn_hf.evaluation.texts.Plan`; a text's figures are those of all positions of its stretches.
+    texts, caches, lengths, histories, batch, stretches
+        See :class:`~kvarn_hf.evaluation.texts.Plan`, with the caches' names; a text's figures are those of all
+        positions of its stretches.
 
     Raises
     ------
@@ -52,18 +51,16 @@ def measure(
     ) -> tuple[list[dict[str, Any]], str]:
         pace = {} if spec.reads_in_blocks else {"block": 1, "first": SKIP}
         found = dense.compare(model, cache, history, **pace)
-        rows = [_record(found.rows(start, stretches)) for start in range(0, len(found.kl), stretches)]
+        texts = [found.rows(start, stretches) for start in range(0, len(found.kl), stretches)]
+        positions = {"position_width": POSITION_WIDTH, "first_position": SKIP}
+        rows = [
+            {name: getattr(text, name) for name in STATISTICS}
+            | positions
+            | {"by_position": text.by_position(POSITION_WIDTH)}
+            for text in texts
+        ]
         return rows, (
             f"mean KL {found.mean:.5f}, median {found.median:.2g}, 99.9th {found.p999:.3f}, top-1 {found.top1:.3f}"
         )
 
     measure_texts(run, run.results(suite, KEY), plan, dense_reference, compare, stretches=stretches)
-
-
-def _record(found: PseudoDecodeResult) -> dict[str, Any]:
-    positions = {"position_width": POSITION_WIDTH, "first_position": SKIP}
-    return {
-        **{name: getattr(found, name) for name in STATISTICS},
-        **positions,
-        "by_position": found.by_position(POSITION_WIDTH),
-    }

@@ -57,6 +57,7 @@ def _by_history(
     model: str,
     curve: Callable[[list[Record]], tuple[list[float], list[float]]],
     labels: tuple[str, str],
+    **scale: Any,
 ) -> Any:
     """A panel for caches of each size: a solid line for what accumulates and a dashed one for the static history."""
     panels = _panels(records)
@@ -72,6 +73,7 @@ def _by_history(
                     axes.plot(*curve(group), label=label, **series_style(i).line(linestyle=dashes))
                     label = None
         dress(axes, f"{model}, {title} (dashed: static)", *labels, legend=True)
+        axes.set(**scale)
     return drawn
 
 
@@ -83,10 +85,7 @@ def _accumulation(records: list[Record], model: str) -> Any:
         first, width = group[0]["first_position"], group[0]["position_width"]
         return [first + width * (n + 0.5) for n in range(len(values))], values
 
-    drawn = _by_history(_longest(records), model, curve, ("position (tokens)", "mean KL (nats)"))
-    for axes in drawn.axes if drawn else ():
-        axes.set_yscale("log")
-    return drawn
+    return _by_history(_longest(records), model, curve, ("position (tokens)", "mean KL (nats)"), yscale="log")
 
 
 def _retrieval(records: list[Record], model: str) -> Any:
@@ -97,10 +96,7 @@ def _retrieval(records: list[Record], model: str) -> Any:
         return [r["size"] for r in ordered], [r["accuracy"] for r in ordered]
 
     lines = [r for r in records if r["task"] == "lines"]
-    drawn = _by_history(lines, model, curve, ("lines", "share found"))
-    for axes in drawn.axes if drawn else ():
-        axes.set_ylim(-0.03, 1.03)
-    return drawn
+    return _by_history(lines, model, curve, ("lines", "share found"), ylim=(-0.03, 1.03))
 
 
 def _tensor(records: list[Record], model: str) -> Any:

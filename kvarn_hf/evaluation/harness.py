@@ -80,9 +80,8 @@ class KVarNLM(HFLM):
         ends before it.
         """
         tokens = inps.shape[1]
-        lengths = block_lengths(tokens, self.block)
-        if not self.spec.reads_in_blocks:
-            lengths = block_lengths(tokens, 1, first=self.block)
+        whole = self.spec.reads_in_blocks
+        lengths = block_lengths(tokens, self.block) if whole else block_lengths(tokens, 1, first=self.block)
         with self._autocast(), self.spec.opened(self.model) as cache:
             return torch.cat(list(logits_in_blocks(self.model, inps, cache, lengths)), 1)
 

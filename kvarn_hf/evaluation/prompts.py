@@ -43,9 +43,8 @@ def line_retrieval(lines: int, samples: int, seed: int) -> list[Question]:
         rng = random.Random(f"{seed}/{lines}/{sample}")
         names = rng.sample(all_names, lines)
         numbers = [str(rng.randint(10000, 99999)) for _ in names]
-        record = "\n".join(
-            f"line {name}: REGISTER_CONTENT is <{number}>" for name, number in zip(names, numbers, strict=True)
-        )
+        named = zip(names, numbers, strict=True)
+        record = "\n".join(f"line {name}: REGISTER_CONTENT is <{number}>" for name, number in named)
         asked = rng.randrange(lines)
         prompt = (
             f"Each line of this record has a name and a number. Remember the number of every line.\n\n{record}\n\n"

@@ -104,8 +104,7 @@ def measure(
         Prompts in one forward pass.
     """
     results = run.results("retrieval", KEY)
-    specs = [spec for spec in map(cache_spec, ("dense", *caches)) if spec.reads_in_blocks]
-    specs = list({spec.name: spec for spec in specs}.values())
+    specs = [spec for spec in map(cache_spec, dict.fromkeys(("dense", *caches))) if spec.reads_in_blocks]
     tasks: list[tuple[str, int, Path | None]] = [("lines", count, None) for count in lines]
     tasks += [(f"needle-{text.stem}", count, text) for text in haystacks for count in lengths]
     with run.steps(len(tasks) * len(specs) * len(histories)) as steps:
@@ -124,10 +123,8 @@ def measure(
                 with run.tolerating(spec, steps):
                     record = fields | _answer(run, spec, questions, history, batch)
                     results.add(record, run.environment)
-                    steps.found(
-                        f"{record['accuracy']:.3f} ± {record['standard_error']:.3f}, "
-                        f"{record['log_likelihood']:.3f} nats an answer"
-                    )
+                    found = "{accuracy:.3f} ± {standard_error:.3f}, {log_likelihood:.3f} nats an answer"
+                    steps.found(found.format(**record))
 
 
 def _questions(run: Run, size: int, samples: int, haystack: Path | None) -> list[Question]:

@@ -83,9 +83,8 @@ def first_tokens(tokenizer: Any, texts: Sequence[Path], count: int, stretches: i
     for text in texts:
         content = text_of("text", text)
         begun, ids = (tokenizer(content, add_special_tokens=added).input_ids for added in (True, False))
-        start: list[int] = next(
-            (begun[:i] for i in range(len(begun) - len(ids) + 1) if begun[i : i + len(ids)] == ids), []
-        )
+        places = range(len(begun) - len(ids) + 1)
+        start: list[int] = next((begun[:i] for i in places if begun[i : i + len(ids)] == ids), [])
         fresh = count - len(start)
         if len(ids) < fresh * stretches:
             most = len(ids) // stretches + len(start)

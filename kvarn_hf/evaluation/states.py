@@ -43,10 +43,8 @@ def store_instead(cache: Any, states: list[States]) -> None:
         recorded = states[passes.get(layer_idx, 0)][layer_idx]
         passes[layer_idx] = passes.get(layer_idx, 0) + 1
         read = update(*recorded, layer_idx, *args, **kwargs)
-        new = key_states.shape[2]
-        return tuple(
-            torch.cat([old[:, :, :-new], own], 2) for old, own in zip(read, (key_states, value_states), strict=True)
-        )
+        pairs = zip(read, (key_states, value_states), strict=True)
+        return tuple(torch.cat([old[:, :, : -new.shape[2]], new], 2) for old, new in pairs)
 
     cache.update = replay
 
@@ -55,9 +53,7 @@ def watch(cache: Any) -> States:
     """What attention last read from each layer of ``cache``; the dictionary changes as the cache is used."""
     update, read = cache.update, {}
 
-    def remember(
-        key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def remember(key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         read[layer_idx] = update(key_states, value_states, layer_idx, *args, **kwargs)
         return read[layer_idx]
 

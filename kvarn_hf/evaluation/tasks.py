@@ -11,6 +11,7 @@ from kvarn_hf.evaluation.caches import cache_spec
 from kvarn_hf.evaluation.runner import Run
 
 KEY = ("task", "cache", "metric", "limit", "dtype", "chat", "seed")
+_SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 # The wheel does not carry it: without a checkout, only lm-eval's own tasks are there.
 TASK_FOLDER = Path(__file__).parents[2] / "eval" / "tasks"
 
@@ -82,10 +83,7 @@ def measure(
                     limit=limit,
                     task_manager=manager,
                     apply_chat_template=chat,
-                    random_seed=run.seed,
-                    numpy_random_seed=run.seed,
-                    torch_random_seed=run.seed,
-                    fewshot_random_seed=run.seed,
+                    **dict.fromkeys(_SEEDS, run.seed),
                     bootstrap_iters=1000,
                     log_samples=False,
                     confirm_run_unsafe_code=True,
@@ -104,21 +102,18 @@ def _summary(record: dict[str, Any]) -> str:
 def _records(found: dict[str, dict[str, Any]], fields: dict[str, Any], tiles: Any) -> list[dict[str, Any]]:
     """One record for each metric; -1 is how lm-eval's tasks say that a metric does not apply."""
     mean_tiles = sum(count * requests for count, requests in tiles.items()) / tiles.total() if tiles else None
-    records = []
+    records: list[dict[str, Any]] = []
     for subtask, metrics in found.items():
         for name, value in metrics.items():
             metric, _, _ = name.partition(",")
             if "," not in name or metric.endswith("_stderr") or not isinstance(value, (int, float)) or value == -1:
                 continue
             error = metrics.get(name.replace(metric, f"{metric}_stderr", 1))
-            records.append(
-                fields
-                | {
-                    "metric": f"{subtask} {name}" if subtask != fields["task"] else name,
-                    "value": float(value),
-                    "standard_error": float(error) if isinstance(error, (int, float)) else None,
-                    "samples": metrics.get("sample_len", metrics.get("samples")),
-                    "mean_tiles": mean_tiles,
-                }
-            )
+            record: dict[str, Any] = {
+                "metric": name if subtask == fields["task"] else f"{subtask} {name}",
+                "value": float(value),
+            }
+            record["standard_error"] = float(error) if isinstance(error, (int, float)) else None
+            record["samples"] = metrics.get("sample_len", metrics.get("samples"))
+            records.append({**fields, **record, "mean_tiles": mean_tiles})
     return records

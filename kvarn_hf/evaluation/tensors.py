@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvarn_hf.attention import kvarn_attention, kvarn_mask
 from kvarn_hf.evaluation.blocks import block_lengths, logits_in_blocks
@@ -63,13 +66,9 @@ def attention_error(
     """
     new, tokens = query.shape[2], exact[0].shape[2]
     mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
-    outputs = [
-        torch.nn.functional.scaled_dot_product_attention(
-            query.float(), keys.float(), values.float(), attn_mask=mask, scale=scaling, enable_gqa=True
-        )
-        for keys, values in (exact, read)
-    ]
-    return (outputs[1] - outputs[0]).flatten(1).norm(dim=1) / outputs[0].flatten(1).norm(dim=1)
+    attend = partial(scaled_dot_product_attention, query.float(), attn_mask=mask, scale=scaling, enable_gqa=True)
+    want, got = (attend(keys.float(), values.float()) for keys, values in (exact, read))
+    return (got - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
 
 
 @contextmanager
@@ -103,11 +102,7 @@ class DenseStates:
             read = watch(cache)
             self._run(model, cache)
             return read
-        read = {}
-        for states in self.states:
-            for layer, (keys, values) in states.items():
-                read[layer] = cache.update(keys, values, layer)
-        return read
+        return {layer: cache.update(*states[layer], layer) for states in self.states for layer in states}
 
     def compare(self, read: States) -> list[dict[str, Any]]:
         """For each row a dict of lists over the layers."""
@@ -121,12 +116,8 @@ class DenseStates:
                 figures |= {f"{kind}_{name}": value for name, value in errors.items()}
             figures["attention_error"] = attention_error(*self.queries[layer], exact, read[layer])
             measured.append(figures)
-        names = list(measured[0])
-        table = torch.stack([torch.stack([layer[name] for name in names]) for layer in measured])  # [layer, name, row]
-        host = table.cpu()
-        return [
-            {name: host[:, i, row].tolist() for i, name in enumerate(names)} for row in range(self.input_ids.shape[0])
-        ]
+        table = torch.stack([torch.stack([*figures.values()]) for figures in measured]).cpu()  # [layer, name, row]
+        return [dict(zip(measured[0], row.tolist(), strict=True)) for row in table.permute(2, 1, 0)]
 
     def _run(self, model: Any, cache: Any) -> None:
         for _ in logits_in_blocks(model, self.input_ids, cache, self.lengths, skip=self.input_ids.shape[1] - 1):
@@ -151,17 +142,12 @@ def measure(
         dense: DenseStates, model: Any, cache: Any, spec: CacheSpec, history: str
     ) -> tuple[list[dict[str, Any]], str]:
         rows = dense.compare(dense.read(model, cache, history))
-        mean = {name: _mean([row[name] for row in rows]) for name in rows[0]}
+        means = {name: fmean(value for row in rows for value in row[name]) for name in rows[0]}
         return [{"layers": dense.layers} | row for row in rows], (
-            f"relative error of keys {mean['key_relative_error']:.3f}, values {mean['value_relative_error']:.3f}, "
-            f"attention {mean['attention_error']:.4f}, magnitude share of the keys' worst "
-            f"{mean['key_worst_magnitude_share']:.3f}"
-        )
+            "relative error of keys {key_relative_error:.3f}, values {value_relative_error:.3f}, attention "
+            "{attention_error:.4f}, magnitude share of the keys' worst {key_worst_magnitude_share:.3f}"
+        ).format(**means)
 
     plan = Plan(texts, specs, lengths, histories, batch)
     with torch.inference_mode():
         measure_texts(run, run.results("tensor", KEY), plan, DenseStates, compare)
-
-
-def _mean(rows: list[list[float]]) -> float:
-    return sum(map(sum, rows)) / sum(map(len, rows))

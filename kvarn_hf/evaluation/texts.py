@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -40,15 +40,12 @@ class DenseRun(Protocol):
         """What every layer was given, forward pass by forward pass."""
 
 
-_Dense = TypeVar("_Dense", bound=DenseRun)
-
-
 def measure_texts(
     run: Run,
     results: ResultFile,
     plan: Plan,
-    run_dense: Callable[[Any, torch.Tensor], _Dense],
-    compare: Callable[[_Dense, Any, Any, CacheSpec, str], tuple[list[dict[str, Any]], str]],
+    run_dense: Callable[[Any, torch.Tensor], DenseRun],
+    compare: Callable[[Any, Any, Any, CacheSpec, str], tuple[list[dict[str, Any]], str]],
     **settings: Any,
 ) -> None:
     """Measure every combination that is not in the results yet.
@@ -66,7 +63,7 @@ def measure_texts(
     groups = plan.groups()
     with run.steps(len(groups) * len(plan.specs) * len(plan.histories)) as steps:
         for count, texts in groups:
-            dense: _Dense | None = None
+            dense: DenseRun | None = None
             for spec, history in product(plan.specs, plan.histories):
                 fields = {"cache": spec.name, "tokens": count, **settings, "dtype": run.dtype, "history": history}
                 missing = [i for i, text in enumerate(texts) if not results.has(text=text.stem, **fields)]
@@ -80,12 +77,8 @@ def measure_texts(
                     dense = run_dense(model, first_tokens(tokenizer, texts, count, plan.stretches))
                 with run.tolerating(spec, steps), spec.opened(model) as cache:
                     rows, summary = compare(dense, model, cache, spec, history)
-                    bits = spec.bits_per_element(_head_dim(model, dense.states))
+                    keys, _ = dense.states[0][full_attention_layers(model.config)[0]]
+                    bits = spec.bits_per_element(keys.shape[3])
                     for i in missing:
                         results.add({"text": texts[i].stem, **fields, "bits": bits} | rows[i], run.environment)
                     steps.found(summary)
-
-
-def _head_dim(model: Any, states: list[States]) -> int:
-    """Of the layers that are quantized."""
-    return states[0][full_attention_layers(model.config)[0]][0].shape[3]

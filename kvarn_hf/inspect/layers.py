@@ -122,8 +122,7 @@ def inspect_layers(
         ``[1, tokens]``, int64; more tokens than :func:`first_quantized_read` of every preset.
     presets : sequence of KVarNConfig
         The settings to compare, with the same ``sink_length``.
-    on_step : callable
-        Called with the name of a stage, the layers done and the layers in all.
+    on_step : OnStep
 
     Raises
     ------
@@ -139,14 +138,12 @@ def inspect_layers(
     wanted = [i for i, x in enumerate(KVarNCache(model.config).layers) if isinstance(x, KVarNLayer)]
     found: dict[int, LayerInspection] = {}
 
-    def watch(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any
-    ):
+    def watch(module: torch.nn.Module, *states: Any, **options: Any) -> Any:
         index = getattr(module, "layer_idx", None)
         if index in wanted and index not in found:
-            found[index] = _inspect(index, query, key, value, presets, kw)
+            found[index] = _inspect(index, states[:3], presets, options)
             on_step("attention of each layer", len(found), len(wanted))
-        return kvarn_attention(module, query, key, value, *args, **kw)
+        return kvarn_attention(module, *states, **options)
 
     on_step("attention of each layer", 0, len(wanted))
     with replaced_attention(model, _NAME, watch, sdpa_mask), torch.inference_mode():
@@ -166,13 +163,12 @@ def first_quantized_read(config: KVarNConfig) -> int:
 
 def _inspect(
     index: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     presets: Sequence[KVarNConfig],
     options: dict[str, Any],
 ) -> LayerInspection:
-    sink = presets[0].sink_length
+    """``states`` are the layer's queries, keys and values."""
+    sink, (_, key, value) = presets[0].sink_length, states
     size, spread, token_size = {}, {}, {}
     for side, x in {"keys": key[0].float(), "values": value[0].float()}.items():
         behind = x[:, sink:]
@@ -180,7 +176,7 @@ def _inspect(
         spread[side] = _to_median(behind.std(1, correction=0)).cpu()
         norm = x.norm(dim=-1)
         token_size[side] = (norm / norm[:, sink:].median(-1, keepdim=True).values.clamp_min(1e-30)).cpu()
-    errors = {preset.name: _attention_error(query, key, value, preset, options) for preset in presets}
+    errors = {preset.name: _attention_error(*states, preset, options) for preset in presets}
     return LayerInspection(index, key.shape[3], value.shape[3], size, spread, token_size, sink, errors)
 
 

@@ -91,8 +91,7 @@ def inspect_model(
         The widths to compare; ``config`` is added if it is not among them.
     max_kl : float
         The mean KL divergence, in nats, that a suggestion may cost.
-    on_step : callable
-        Called with the name of a stage, the steps done and the steps expected.
+    on_step : OnStep
 
     Raises
     ------
@@ -118,8 +117,7 @@ def inspect_model(
         result = reference.compare(model, KVarNCache(model.config, setting, skip_layers=skipped))
         return Trial(setting, skipped, result.mean, result.top1, bytes_per_token(layers, setting, skipped))
 
-    widths = [measure(preset) for preset in presets]
-    widths.sort(key=lambda trial: trial.bytes_per_token)
+    widths = sorted(map(measure, presets), key=lambda trial: trial.bytes_per_token)
     skips = [measure(config, n) for n in shown]
     enough = [trial for trial in widths if trial.kl <= max_kl]
     if not enough:
@@ -143,7 +141,6 @@ def bytes_per_token(layers: Sequence[LayerInspection], config: KVarNConfig, skip
     """What one more token adds to these layers in the long run, those skipped at 16 bits per element."""
     total = 0.0
     for layer in layers:
-        dense = layer.layer in skipped
-        bits = 16.0 if dense else config.bits_per_element(layer.key_dim, layer.value_dim)
+        bits = 16.0 if layer.layer in skipped else config.bits_per_element(layer.key_dim, layer.value_dim)
         total += layer.heads * (layer.key_dim + layer.value_dim) * bits / 8
     return total

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch.nn.utils.rnn import pad_sequence
 
 from kvarn_hf.inspect.layers import LARGE_CHANNEL, VARYING_CHANNEL, LayerInspection
 from kvarn_hf.inspect.model import Inspection, Trial
@@ -52,29 +53,17 @@ def save_figures(found: Inspection, folder: Path) -> list[Path]:
         for trial in found.widths
     }
     # Layers may differ in their number of heads.
-    most = max(layer.heads for layer in found.layers)
-    by_head = torch.zeros(len(indices), most)
-    for row, layer in enumerate(found.layers):
-        by_head[row, : layer.heads] = 100 * layer.errors[preset].output
+    by_head = pad_sequence([100 * layer.errors[preset].output for layer in found.layers], batch_first=True)
     sides = ("keys", "values")
+    size = {side: [layer.channel_size[side] for layer in found.layers] for side in sides}
+    spread = {side: [layer.channel_spread[side] for layer in found.layers] for side in sides}
+    trials = found.widths + found.skips
+    points = [figures.Point(_label(t), t.bytes_per_token, t.kl, bool(t.skip_layers)) for t in trials]
     made = {
         "heads": figures.heads(by_head, indices, f"{preset}: {_OUTPUT_ERROR}"),
-        "channels": figures.channels(
-            {side: [layer.channel_size[side] for layer in found.layers] for side in sides},
-            {side: [layer.channel_spread[side] for layer in found.layers] for side in sides},
-            indices,
-            (LARGE_CHANNEL, VARYING_CHANNEL),
-        ),
+        "channels": figures.channels(size, spread, indices, (LARGE_CHANNEL, VARYING_CHANNEL)),
         "widths": figures.widths(errors, indices, _OUTPUT_ERROR),
-        "trade_off": figures.trade_off(
-            [
-                figures.Point(_label(t), t.bytes_per_token, t.kl, bool(t.skip_layers))
-                for t in found.widths + found.skips
-            ],
-            found.max_kl,
-            _label(found.suggestion),
-            preset,
-        ),
+        "trade_off": figures.trade_off(points, found.max_kl, _label(found.suggestion), preset),
     }
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -130,14 +119,9 @@ def _trials(found: Inspection) -> Table:
     made = table(("setting", 20), *figures, title=title, names=("setting",))
     for group in (found.widths, found.skips):
         for trial in group:
-            made.add_row(
-                trial.name,
-                f"{trial.kl:.4f}",
-                f"{trial.top1:.1%}",
-                f"{trial.bytes_per_token:,.0f}",
-                f"{found.dense_bytes_per_token / trial.bytes_per_token:.2f}",
-                style="bold" if trial == found.suggestion else "",
-            )
+            size, times = trial.bytes_per_token, found.dense_bytes_per_token / trial.bytes_per_token
+            cells = trial.name, f"{trial.kl:.4f}", f"{trial.top1:.1%}", f"{size:,.0f}", f"{times:.2f}"
+            made.add_row(*cells, style="bold" if trial == found.suggestion else "")
         made.add_section()
     return made
 
@@ -160,11 +144,7 @@ def _outliers(found: Inspection) -> str:
     layers = found.outlier_layers
     if not layers:
         return "No layer has outlier key channels."
-    varying = [
-        layer.layer
-        for layer in layers
-        if any(c.side == "keys" and c.spread >= VARYING_CHANNEL for c in layer.outlier_channels)
-    ]
+    varying = [layer.layer for layer in layers if layer.channel_spread["keys"].max() >= VARYING_CHANNEL]
     text = f"Layers with outlier key channels, as a key bias makes them: {_list(layer.layer for layer in layers)}. "
     if not varying:
         return f"{text}They hardly vary from token to token: a zero point takes them in."

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from kvarn_hf.monitor.figures import FIGURES, SIDES
+from kvarn_hf.monitor.figures import ERRORS, FIGURES, IMBALANCES, SIDES
 from kvarn_hf.monitor.log import Monitor, MonitorWarning, TileLog
 from kvarn_hf.terminal import table
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 # With fewer tiles a KV head has no usual error.
 _SHORTEST_HISTORY = 8
-_ERRORS = ("relative_error", "magnitude_error", "direction_error")
-_MEANS = (*_ERRORS, "imbalance_before", "imbalance_after")
+_MEANS = (*ERRORS, *IMBALANCES)
 
 
 class Report(dict[str, Any]):
@@ -171,7 +170,7 @@ def _table(records: list[dict[str, Any]]) -> Table:
         made.add_row(
             str(layer) if keys else "",
             side,
-            *(f"{means[name]:.3f}" for name in _ERRORS),
+            *(f"{means[name]:.3f}" for name in ERRORS),
             f"{head['relative_error']:.3f} (head {head['head']})",
             f"{token['worst_token_error']:.2f} (token {token['worst_token']})",
             str(max(r["iterations"] for r in heads)),

@@ -51,28 +51,17 @@ def accumulation(
 ) -> Figure:
     """Static and accumulated error by position: dashed lines with open markers, and solid ones with filled markers.
 
-    Parameters
-    ----------
-    curves : mapping of str to (torch.Tensor, torch.Tensor)
-        For every method, the static and the accumulated error, ``[positions]`` each.
-    y : str
-        What the errors are, with their unit.
-    start : int
-        Position of the first of them.
-    bin_size : int
-        Positions that one point is the mean of.
+    ``curves`` has the two errors of every method, ``[positions]`` each, of which the first is at ``start``; ``y`` names
+    them and their unit. A point is the mean of ``bin_size`` positions.
     """
     made, ((ax,),) = figure(1, 1, (7.0, 3.6))
     for (name, pair), style in zip(curves.items(), series_styles(curves), strict=True):
-        for kind, values in zip(("static", "accumulated"), pair, strict=True):
+        looks = ("static", "--", "white"), ("accumulated", "-", style.color)
+        for (kind, dashes, face), values in zip(looks, pair, strict=True):
             parts = values.detach().float().cpu().split(bin_size)
-            edges = [start + bin_size * i for i in range(len(parts))]
-            middles = [edge + len(part) / 2 for edge, part in zip(edges, parts, strict=True)]
-            static = kind == "static"
-            look = style.line(
-                linestyle="--" if static else "-", markerfacecolor="white" if static else style.color, markersize=5
-            )
-            ax.plot(middles, [part.mean().item() for part in parts], label=f"{name}, {kind}", **look)
+            middles = [start + bin_size * i + len(part) / 2 for i, part in enumerate(parts)]
+            look = style.line(label=f"{name}, {kind}", linestyle=dashes, markerfacecolor=face, markersize=5)
+            ax.plot(middles, [part.mean().item() for part in parts], **look)
     ax.set_ylim(bottom=0)
     dress(ax, "", "position in the text, in tokens", y)
     legend_beside(ax)
@@ -82,12 +71,8 @@ def accumulation(
 def magnitude_shares(largest: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
     """How much of the largest errors is a wrong length rather than a wrong direction.
 
-    Parameters
-    ----------
-    largest : sequence of float
-        Shares of all tokens that count as largest, each from 0 to 1.
-    curves : mapping of str to sequence of float
-        For every method, the share of the squared error that is magnitude, from 0 to 1, at each of ``largest``.
+    ``largest`` are shares of all tokens that count as largest, and ``curves`` has for every method the share of the
+    squared error that is magnitude at each of them, all from 0 to 1.
     """
     made, ((ax,),) = figure(1, 1, (6.4, 3.3))
     for (name, shares), style in zip(curves.items(), series_styles(curves), strict=True):
@@ -101,14 +86,8 @@ def magnitude_shares(largest: Sequence[float], curves: Mapping[str, Sequence[flo
 def token_norms(norms: torch.Tensor, restored: Mapping[str, torch.Tensor], most_points: int = 1500) -> Figure:
     """Every token's length before and after quantization, as a scatter plot per method between the two distributions.
 
-    Parameters
-    ----------
-    norms : torch.Tensor
-        ``[tokens]``: lengths of the original vectors.
-    restored : mapping of str to torch.Tensor
-        For every method, ``[tokens]``: lengths of what is read back.
-    most_points : int
-        Tokens drawn, evenly taken from all; the histograms count all of them.
+    ``norms`` are the lengths of the original vectors, ``[tokens]``, and ``restored`` has those of what each method
+    reads back. ``most_points`` tokens are drawn, evenly taken from all; the histograms count all of them.
     """
     made, axes = figure(
         2, 2 * len(restored), (3.6 * len(restored), 3.5), width_ratios=(4, 1) * len(restored), height_ratios=(1, 4)
@@ -124,8 +103,7 @@ def token_norms(norms: torch.Tensor, restored: Mapping[str, torch.Tensor], most_
         points = norms[::step].numpy(), norms_hat[::step].numpy()
         joint.scatter(*points, s=7, marker=style.marker, color=style.color, alpha=0.35, linewidths=0)
         joint.plot([0, top], [0, top], color=GREY, linestyle="--", linewidth=1)
-        joint.set_xlim(0, top)
-        joint.set_ylim(0, top)
+        joint.set(xlim=(0, top), ylim=(0, top))
         above.hist(norms.numpy(), bins=40, range=(0, top), color=GREY)
         right.hist(norms_hat.numpy(), bins=40, range=(0, top), color=style.color, orientation="horizontal")
         for ax in (above, right):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, plain_log, series_style
+from kvarn_hf.plotting.style import GREY, LEGEND, dress, figure, legend_above, plain_log, series_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,8 +39,7 @@ def heads(values: torch.Tensor, layers: Sequence[int], what: str) -> Figure:
     step = 1 if count <= 40 else 4
     ax.set_xticks(range(0, count, step), [str(index) for index in layers[::step]])
     ax.set_yticks(range(head_count), [str(head) for head in range(head_count)])
-    bar = made.colorbar(image, ax=ax, pad=0.01)
-    bar.ax.tick_params(labelsize=7)
+    made.colorbar(image, ax=ax, pad=0.01).ax.tick_params(labelsize=7)
     dress(ax, what, "layer (× the three largest)", "KV head", grid=False)
     return made
 
@@ -53,15 +52,9 @@ def channels(
 ) -> Figure:
     """The largest and the most varying channel of every layer, for keys and for values.
 
-    Parameters
-    ----------
-    size, spread : mapping of str to sequence of torch.Tensor
-        For ``"keys"`` and ``"values"``, of every layer ``[heads, channels]``: root mean square and standard deviation,
-        as multiples of the head's median channel.
-    layers : sequence of int
-        The layers' indices.
-    limits : tuple of float
-        From which size and which spread on a channel is an outlier.
+    ``size`` and ``spread`` have, for ``"keys"`` and ``"values"``, of every layer ``[heads, channels]``: the root mean
+    square and standard deviation, as multiples of the head's median channel. ``layers`` are the layers' indices,
+    ``limits`` the size and the spread from which on a channel is an outlier.
     """
     made, (panels,) = figure(1, len(size), (9.0, 3.3), sharey=True)
     kinds = (("root mean square", size, limits[0]), ("standard deviation", spread, limits[1]))
@@ -78,13 +71,11 @@ def channels(
         for layer, top in outliers.items():
             ax.annotate(str(layer), (layer, top), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
         plain_log(ax)
-        dress(ax, side, "layer (outliers are numbered)", "multiple of the head's median channel")
-    for ax in panels[1:]:
-        ax.set_ylabel("")
+        y = "multiple of the head's median channel" if ax is panels[0] else ""
+        dress(ax, side, "layer (outliers are numbered)", y)
     low, high = panels[0].get_ylim()
     panels[0].set_ylim(low, high * 1.3)
-    handles, labels = panels[0].get_legend_handles_labels()
-    made.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8, frameon=False, handlelength=3.2)
+    made.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, **LEGEND)
     return made
 
 
@@ -116,17 +107,11 @@ def trade_off(points: Sequence[Point], limit: float, suggested: str, skipping: s
             best = point.name == suggested
             # Layers left dense move a setting little: their labels take turns above and below.
             above = skips and index % 2 == 0
-            ax.annotate(
-                f"{point.name} (suggested)" if best else point.name,
-                (point.bytes_per_token / 1024, point.kl),
-                xytext=(0, 10 if above else -11),
-                textcoords="offset points",
-                ha="center",
-                va="center",
-                fontsize=8,
-                fontweight="bold" if best else "normal",
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-            )
+            text, weight = (f"{point.name} (suggested)", "bold") if best else (point.name, "normal")
+            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": weight}
+            look |= {"xytext": (0, 10 if above else -11), "textcoords": "offset points"}
+            look |= {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
+            ax.annotate(text, (point.bytes_per_token / 1024, point.kl), **look)
     ax.axhline(limit, color=GREY, linestyle="--", linewidth=1.0)
     ax.text(1.0, limit, f"limit {limit:g}", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
     plain_log(ax)

@@ -33,14 +33,8 @@ def cache_bytes(caches: Mapping[str, Mapping[str, int]]) -> Figure:
     for part, style in zip(parts, series_styles(parts), strict=True):
         present = [cache for cache, held in caches.items() if held.get(part)]
         widths = [caches[cache][part] / 2**20 for cache in present]
-        ax.barh(
-            [names.index(cache) for cache in present],
-            widths,
-            0.6,
-            [left[cache] for cache in present],
-            label=part,
-            **style.bar(),
-        )
+        rows, starts = [names.index(cache) for cache in present], [left[cache] for cache in present]
+        ax.barh(rows, widths, 0.6, starts, label=part, **style.bar())
         for cache, width in zip(present, widths, strict=True):
             left[cache] += width
     for row, total in enumerate(left.values()):
@@ -67,9 +61,7 @@ def bytes_by_context(
     for name, size in (limits or {}).items():
         ax.axhline(size / GIB, color=GREY, linestyle=(0, (6, 4)), linewidth=1)
         ax.text(0.99 * contexts[-1], size / GIB, name, fontsize=8, color=GREY, ha="right", va="bottom")
-    ax.set_xlim(0, contexts[-1])
-    ax.set_ylim(bottom=0)
-    ax.set_xticks([contexts[-1] * i // 8 for i in range(9)])
+    ax.set(xlim=(0, contexts[-1]), ylim=(0, None), xticks=[contexts[-1] * i // 8 for i in range(9)])
     ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
     dress(ax, "", "context, in tokens (1k = 1,024)", "cache, in GiB", legend=True)
     return made
@@ -86,22 +78,10 @@ def tokens_that_fit(gpus: Mapping[str, Mapping[str, int]]) -> Figure:
 
 
 def read_rows(folder: str | Path, benchmark: str) -> tuple[list[dict[str, Any]], str]:
-    """Rows of a benchmark's committed results, for the figures below, and what they were measured with.
+    """Rows of the results of a benchmark, ``"generate"`` or ``"attention"``, and what they were measured with.
 
-    Parameters
-    ----------
-    folder : str or Path
-        Where the files ``bench_<benchmark>*.json`` are: as :func:`kvarn_hf.bench.results.save` writes them, or a list
-        of rows.
-    benchmark : str
-        ``"generate"`` or ``"attention"``.
-
-    Returns
-    -------
-    rows : list of dict
-        Of all the files, in the order of their names; empty if there is none.
-    measured_with : str
-        GPU and versions, as far as the files tell.
+    The rows of all files ``bench_<benchmark>*.json`` in ``folder``, which :func:`kvarn_hf.bench.results.save` wrote or
+    which are lists of rows, in the order of their names; and GPU and versions, as far as the files tell.
     """
     rows: list[dict[str, Any]] = []
     made: dict[str, None] = {}
@@ -148,11 +128,8 @@ def attention_times(rows: Sequence[Mapping[str, Any]]) -> Figure:
     :func:`kvarn_hf.bench.attention.attention` returns them."""
     shapes: dict[str, dict[str, float]] = {}
     for row in rows:
-        context = row["context"]
-        name = (
-            f"batch {row['batch']}, {context // 1024}k tokens, {row['heads']} KV heads x {row['groups']}, "
-            f"head_dim {row['head_dim']}"
-        )
+        name = "batch {batch}, {thousands}k tokens, {heads} KV heads x {groups}, head_dim {head_dim}"
+        name = name.format(**row, thousands=row["context"] // 1024)
         times = shapes.setdefault(name, {"dense (best SDPA)": row["dense"][row["best_dense"]]})
         times[row["preset"]] = row["packed"]
     made, ((ax,),) = figure(1, 1, (7.5, 0.55 * len(shapes) + 1.0))

@@ -55,18 +55,10 @@ _SERIES = (
     SeriesStyle("#F0E442", (0, (2, 1)), "h", "**"),
 )
 
-_PLACES = {
-    "dense": 0,
-    "rtn": 0,
-    "published": 1,
-    "kvarn": 2,
-    "rotation alone": 3,
-    "hadamard": 3,
-    "kvarn, no pre-scale": 4,
-}
+_SLOT = {"dense": 0, "rtn": 0, "published": 1, "kvarn": 2, "rotation alone": 3, "hadamard": 3, "kvarn, no pre-scale": 4}
 
 # Handles wide enough to show a whole period of the line styles.
-_LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "handlelength": 3.2}
+LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "handlelength": 3.2}
 
 
 def series_style(index: int) -> SeriesStyle:
@@ -77,9 +69,9 @@ def series_style(index: int) -> SeriesStyle:
 def series_styles(names: Iterable[str]) -> list[SeriesStyle]:
     """Styles of some series: the dense cache and each method have their own everywhere, others take what is left."""
     names = list(names)
-    taken = {_PLACES[name] for name in names if name in _PLACES}
+    taken = {_SLOT[name] for name in names if name in _SLOT}
     free = (index for index in itertools.count() if index not in taken)
-    return [series_style(_PLACES[name] if name in _PLACES else next(free)) for name in names]
+    return [series_style(_SLOT[name] if name in _SLOT else next(free)) for name in names]
 
 
 def figure(
@@ -114,7 +106,7 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "", *, legend: bool
         axes.grid(True, color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
     if legend:
-        axes.legend(**_LEGEND)
+        axes.legend(**LEGEND)
 
 
 def grouped_bars(
@@ -150,9 +142,9 @@ def plain_log(axes: Axes, which: str = "y") -> None:
 
 def legend_above(axes: Axes, columns: int) -> None:
     """A legend of so many columns above the axes."""
-    axes.legend(**_LEGEND, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1))
+    axes.legend(**LEGEND, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 def legend_beside(axes: Axes) -> None:
     """A legend to the right of the axes."""
-    axes.legend(**_LEGEND, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(**LEGEND, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 _BINS = 61
+Pair: TypeAlias = tuple[float, float]
 
 
 def stages(panels: Sequence[tuple[str, torch.Tensor]]) -> Figure:
@@ -32,9 +33,8 @@ def stages(panels: Sequence[tuple[str, torch.Tensor]]) -> Figure:
         bar.ax.set_title(title, fontsize=10)
         dress(heat, "", "token of the tile", "channel" if column == 0 else "", grid=False)
         bins = torch.arange(int(tile.max()) + 2).sub(0.5).tolist() if codes else _BINS
-        histogram.hist(
-            tile.flatten().cpu().numpy(), bins=bins, color=series_style(1).color, log=True, rwidth=0.8 if codes else 1
-        )
+        look: dict[str, Any] = {"color": series_style(1).color, "log": True, "rwidth": 0.8 if codes else 1}
+        histogram.hist(tile.flatten().cpu().numpy(), bins=bins, **look)
         histogram.set_ylim(bottom=0.7)
         dress(histogram, "", "code" if codes else "value", "elements" if column == 0 else "")
     return made
@@ -69,14 +69,8 @@ def outlier_profile(series: Mapping[str, torch.Tensor]) -> Figure:
 def glance(panels: Sequence[tuple[str, str, torch.Tensor]], counts: tuple[int, int, int], tile_size: int) -> Figure:
     """The method in one picture: where the tokens of a layer are, and what happens to one tile.
 
-    Parameters
-    ----------
-    panels : sequence of (str, str, torch.Tensor)
-        Title, explanation and matrix ``[tokens, channels]`` of every stage, in order.
-    counts : tuple of int
-        Sink tokens, packed tiles and tail tokens of the strip above.
-    tile_size : int
-        Tokens per tile.
+    ``panels`` are title, explanation and matrix ``[tokens, channels]`` of every stage; ``counts`` are the sink tokens,
+    packed tiles of ``tile_size`` tokens, and tail tokens of the strip above.
     """
     made, axes = figure(1, len(panels), (2.5 * len(panels), 4.1))
     made.set_layout_engine("constrained", rect=(0, 0, 1, 0.64), wspace=0.13)
@@ -87,28 +81,18 @@ def glance(panels: Sequence[tuple[str, str, torch.Tensor]], counts: tuple[int, i
         _heat_map(ax, tile)
         ax.set_title(title, fontsize=11, fontweight="bold")
         ax.set_xlabel(text, fontsize=9)
-        ax.set_xticks([])
-        ax.set_yticks([])
+        ax.set(xticks=[], yticks=[])
         if column:
-            ax.annotate(
-                "",
-                (-0.015, 0.5),
-                (-0.135, 0.5),
-                xycoords="axes fraction",
-                arrowprops={"arrowstyle": "-|>", "color": "black", "linewidth": 1.6},
-                annotation_clip=False,
-            )
+            _arrow(ax, (-0.135, 0.5), (-0.015, 0.5), "black", 1.6)
     axes[0][0].set_ylabel("channels of one head", fontsize=9)
-    axes[0][0].annotate(
-        "",
-        (0.5, 1.14),
-        highlighted,
-        xycoords="axes fraction",
-        textcoords=strip.transData,
-        arrowprops={"arrowstyle": "-|>", "color": GREY, "linewidth": 1.2},
-        annotation_clip=False,
-    )
+    _arrow(axes[0][0], highlighted, (0.5, 1.14), GREY, 1.2, textcoords=strip.transData)
     return made
+
+
+def _arrow(ax: Axes, start: Pair, end: Pair, color: str, width: float, **options: Any) -> None:
+    """To ``end``, in fractions of the axes."""
+    look = {"arrowstyle": "-|>", "color": color, "linewidth": width}
+    ax.annotate("", end, start, xycoords="axes fraction", arrowprops=look, annotation_clip=False, **options)
 
 
 def _heat_map(ax: Axes, tile: torch.Tensor) -> AxesImage:
@@ -119,7 +103,7 @@ def _heat_map(ax: Axes, tile: torch.Tensor) -> AxesImage:
     return ax.imshow(tile.mT.numpy(), cmap=HEAT, vmin=lowest, vmax=limit, aspect="auto", interpolation="nearest")
 
 
-def _strip(ax: Axes, counts: tuple[int, int, int], tile_size: int) -> tuple[float, float]:
+def _strip(ax: Axes, counts: tuple[int, int, int], tile_size: int) -> Pair:
     """Draw sinks, tiles and tail as boxes; return the lower edge of the first tile."""
     sink, tiles, tail = counts
     dense, packed = series_style(2), series_style(1)

@@ -43,7 +43,7 @@ class TestOutliers:
         value[0, 1, :, 7] *= 30
         key[0, 0, 200] *= 9
         key[0, 0, 3] *= 100  # a sink is never quantized
-        layer = _inspect(5, query, key, value, [SMALL], {})
+        layer = _inspect(5, (query, key, value), [SMALL], {})
         assert [(c.side, c.head, c.channel) for c in layer.outlier_channels] == [("values", 1, 7)]
         assert layer.outlier_channels[0].size == pytest.approx(30, rel=0.2)
         token = layer.worst_token("keys")
