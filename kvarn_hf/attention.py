@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
-from kvarn_hf.layers.lazy import dense, reading_of
+from kvarn_hf.layers.reading import dense, reading_of
+from kvarn_hf.method.attention import attention
 
 NAME = "kvarn"
 
@@ -70,8 +71,11 @@ def kvarn_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return _dense_attention(query, key, value, attention_mask, dropout, scaling, causal, softcap, s_aux), None
+    # Soft-capping and learned sinks, which ``sdpa`` does not have.
+    options: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout": dropout, "dtype": torch.float32}
+    options["scaling"] = query.shape[3] ** -0.5 if scaling is None else scaling
+    options["causal"] = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return attention(query, key, value, attention_mask, **options).to(query.dtype).contiguous(), None
 
 
 def kvarn_mask(
@@ -115,35 +119,3 @@ def register() -> None:
     """Make "kvarn" known to Transformers."""
     AttentionInterface.register(NAME, kvarn_attention)
     AttentionMaskInterface.register(NAME, kvarn_mask)
-
-
-def _dense_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    causal: bool,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with soft-capping and learned sinks, which ``sdpa`` does not have."""
-    batch, query_heads, tokens, head_dim = query.shape
-    heads, length = key.shape[1], key.shape[2]
-    grouped = query.reshape(batch, heads, query_heads // heads, tokens, head_dim)
-    scores = grouped @ key[:, :, None].mT * (head_dim**-0.5 if scaling is None else scaling)
-    scores = scores.flatten(1, 2).float()
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is None and causal and tokens > 1:
-        mask = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
-    if s_aux is not None:
-        extra = s_aux.float().reshape(1, -1, 1, 1).expand(batch, -1, tokens, 1)
-        scores = torch.cat([scores, extra], -1)
-    weights = torch.softmax(scores, -1)[..., :length].to(value.dtype)
-    weights = torch.nn.functional.dropout(weights, dropout)
-    out = weights.unflatten(1, (heads, -1)) @ value[:, :, None]
-    return out.flatten(1, 2).transpose(1, 2).contiguous()

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionCacheLayerMixin,
-    StaticCache,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
-from kvarn_hf import file as serialization
+from kvarn_hf import file
 from kvarn_hf.checks import whole
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layers.fixed import Progress, StaticDenseLayer, StaticKVarNLayer, traced_update
+from kvarn_hf.layers import stock
+from kvarn_hf.layers.fixed import StaticDenseLayer, StaticKVarNLayer, traced_update
+from kvarn_hf.layers.forward_pass import ForwardPass
 from kvarn_hf.layers.growing import KVarNLayer
-from kvarn_hf.layers.lazy import reads_lazily
-from kvarn_hf.monitor.log import Monitor, Queue, Report, TileLog, warn
+from kvarn_hf.layers.packed import PackedLayer
+from kvarn_hf.layers.reading import reads_lazily
+from kvarn_hf.layers.step import SharedStep
+from kvarn_hf.monitor.log import Monitor, Queue, TileLog
+from kvarn_hf.monitor.report import Report, warn
 
 _STATIC = StaticKVarNLayer, StaticLayer
-_TOGETHER = ()  # what is remembered of a layer whose steps Progress takes back, in all layers at once
 
 
 class KVarNCache(DynamicCache):
@@ -80,52 +77,39 @@ class KVarNCache(DynamicCache):
     ) -> None:
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise ValueError(f"config must be a model's config (pass settings as kvarn=...), got {config!r}")
-        self.kvarn = kvarn if isinstance(kvarn, KVarNConfig) else KVarNConfig.from_preset(kvarn)
         if not isinstance(fused, bool):
             raise ValueError(f"fused must be True or False, got {fused!r}")
-        self.fused = fused
-        self.monitor = Monitor.of(monitor)
+        self.kvarn = kvarn if isinstance(kvarn, KVarNConfig) else KVarNConfig.from_preset(kvarn)
+        self.fused, self.monitor, self.static_length = fused, Monitor.of(monitor), max_cache_len
         self.unseen = Queue()  # what the monitor has yet to look at
-        self._latent_dims: tuple[int, int] | None = None
-        layers: Any = None
-        self.static_length = max_cache_len
         if max_cache_len is not None:
             _check_static(max_cache_len, config, self.kvarn, self.monitor, fused)
-        decoder = None
-        if config is not None:
-            decoder = config.get_text_config(decoder=True)
-            rank, rotary = getattr(decoder, "kv_lora_rank", None), getattr(decoder, "qk_rope_head_dim", None)
-            self._latent_dims = (rank, rotary) if rank and rotary else None
-            if max_cache_len is None:
-                layers = DynamicCache(config=config).layers
-            else:
-                layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
-        self.skip_layers = _skipped(skip_layers, None if layers is None else len(layers))
+        decoder = None if config is None else config.get_text_config(decoder=True)
+        self._latent_dims = _latent_dims(decoder)
+        stock_layers = _stock_layers(config, max_cache_len)
+        self.skip_layers = _skipped(skip_layers, None if config is None else len(stock_layers))
         served = None if max_cache_len is None else decoder
-        self._progress = progress = Progress(len(layers or ()), max_cache_len, served)
-        if layers is None:
+        self._shared = SharedStep(len(stock_layers), max_cache_len, served)
+        if config is None:
             Cache.__init__(self, layer_class_to_replicate=KVarNLayer)
         else:
-
-            def replacement(index: int, layer: Any) -> Any:
-                skipped = index in self.skip_layers
-                if type(layer) is DynamicLayer:
-                    return layer if skipped else self._new_layer()
-                if type(layer) is not StaticLayer or max_cache_len is None:
-                    return layer
-                if skipped:
-                    return StaticDenseLayer(max_cache_len)
-                return StaticKVarNLayer(self.kvarn, self._latent_dims, index, progress)
-
-            Cache.__init__(self, layers=[replacement(i, layer) for i, layer in enumerate(layers)])
-        # Of static layers, whose answers never change, what compiled code would else ask each at every step: one text
-        # is compared sooner.
+            Cache.__init__(self, layers=[self._replaced(i, layer) for i, layer in enumerate(stock_layers)])
+        self._pass = ForwardPass(self.layers, self._shared)
+        # Of static layers, whose answers never change: one guard in compiled code instead of one per layer.
         self._windows: str | None = None
         if max_cache_len is not None and all(isinstance(layer, _STATIC) for layer in self.layers):
             self._windows = "".join("01"[layer.is_sliding] for layer in self.layers)
-        # What the layers updated so far in this forward pass held before it; see update().
-        self._before: list[tuple[int, Any]] = []
-        self._last_layer = -1
+
+    def _replaced(self, index: int, layer: Any) -> Any:
+        """What takes the place of a layer of Transformers'."""
+        skipped = index in self.skip_layers
+        if type(layer) is DynamicLayer and not skipped:
+            return self._new_layer()
+        if type(layer) is StaticLayer and self.static_length is not None:
+            if skipped:
+                return StaticDenseLayer(self.static_length)
+            return StaticKVarNLayer(self.kvarn, self._latent_dims, index, self._shared)
+        return layer
 
     @property
     def is_compileable(self) -> bool:
@@ -143,49 +127,56 @@ class KVarNCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens to layer ``layer_idx`` and return all its keys and values; see :meth:`KVarNLayer.update`.
+        """Append tokens to layer ``layer_idx`` and return all its keys and values; see :meth:`PackedLayer.update`.
 
         If it fails (out of memory, an interrupt, bad input), the layers already updated in the same forward pass are
         taken back too: the cache holds the tokens it held, in every layer, and can be used.
         """
         if self.static_length is not None and torch.compiler.is_compiling():
-            traced: Any = self.layers[layer_idx]
-            if not isinstance(traced, StaticKVarNLayer):
-                return traced.update(key_states, value_states, *args, **kwargs)
-            if key_states.shape[2] == 1 and traced.form is not None:
-                return traced_update(traced, self._progress, layer_idx, key_states, value_states)
-            return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
+            return self._traced_update(key_states, value_states, layer_idx, *args, **kwargs)
         while len(self.layers) <= layer_idx:
             self._windows = None
-            new = DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer()
-            self.layers.append(new)
-        self._begin_pass(layer_idx)
+            self.layers.append(DynamicLayer() if len(self.layers) in self.skip_layers else self._new_layer())
+        if self._pass.begin(layer_idx):
+            self.unseen.settle()
         layer: Any = self.layers[layer_idx]
-        steps = isinstance(layer, StaticKVarNLayer) and layer.steps(key_states.shape[2])
-        self._before.append((layer_idx, _TOGETHER if steps else _remember(layer)))
+        self._pass.remember(layer_idx, key_states.shape[2])
         if isinstance(layer, StaticLayer):
-            _make_fit(layer, key_states)
-        if isinstance(layer, KVarNLayer):
+            stock.make_fit(layer, key_states)
+        if isinstance(layer, PackedLayer):
+            # A cache is told nothing about the model it serves, and not every attention takes lazy tensors (flex
+            # compiles code around those it gets). Which one it will call, only the calling module's config says:
+            # a config given to the cache may be a copy that was loaded apart from the model.
+            caller = sys._getframe(1).f_locals.get("self")
             lazy = self.fused and not torch.compiler.is_compiling()
-            kwargs["lazy"] = lazy and _caller_can_read_lazily(sys._getframe(1))
+            kwargs["lazy"] = lazy and reads_lazily(getattr(caller, "config", None))
         try:
             states = layer.update(key_states, value_states, *args, **kwargs)
-            if layer_idx == self._last_layer:
+            if layer_idx == self._pass.last_layer:
                 self.unseen.settle()
         except BaseException:
             self.unseen.clear()
-            for index, held in self._before:
-                _restore(self.layers[index], held)
-            self._before.clear()
-            self._progress.take_back()
+            self._pass.take_back()
             raise
-        if layer_idx == self._last_layer:
-            self._before.clear()
-        return states
+        self._pass.end_of(layer_idx)
+        return states  # type: ignore[no-any-return]
+
+    def _traced_update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = self.layers[layer_idx]
+        if not isinstance(layer, StaticKVarNLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        if key_states.shape[2] == 1 and layer.held_layout is not None:
+            return traced_update(layer, self._shared, layer_idx, key_states, value_states)
+        return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
 
     def memory_footprint(self) -> int:
         """Bytes of all storage the cache keeps alive, in every layer, unused capacity included."""
-        return sum(_bytes(layer) for layer in self.layers)
+        return sum(
+            layer.memory_footprint() if isinstance(layer, PackedLayer) else stock.layer_bytes(layer)
+            for layer in self.layers
+        )
 
     def report(self) -> Report:
         """Tokens, layers, regions and bytes, and what the monitor saw: a dictionary that prints as a table.
@@ -203,12 +194,16 @@ class KVarNCache(DynamicCache):
         return Report(self._summary(), self.monitor, seen)
 
     def _summary(self) -> dict[str, Any]:
-        quantized = [layer for layer in self.layers if isinstance(layer, KVarNLayer)]
-        state = next((layer.state for layer in quantized if layer.state is not None), None)
-        count = 0 if state is None else state.count
-        length = 0 if state is None else state.length
-        sink = min(length, self.kvarn.sink_length)
-        dense = sum(layer.dense_bytes() if isinstance(layer, KVarNLayer) else _bytes(layer) for layer in self.layers)
+        quantized = [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+        on_device = self._shared.lengths()
+        lengths = (on_device[x.index] if isinstance(x, StaticKVarNLayer) else x.lengths() for x in quantized)
+        length, count = next((held for held in lengths if held[0]), (0, 0))
+        count = max(count, self.kvarn.packed_tiles(length))  # the next step of a fixed layer packs what is due
+        sink, packed = min(length, self.kvarn.sink_length), count * self.kvarn.tile_size
+        dense = sum(
+            layer.token_bytes * length if isinstance(layer, PackedLayer) else stock.layer_bytes(layer)
+            for layer in self.layers
+        )
         held = self.memory_footprint()
         return {
             "preset": self.kvarn.name,
@@ -216,8 +211,8 @@ class KVarNCache(DynamicCache):
             "quantized_layers": len(quantized),
             "tokens": length,
             "sink_tokens": sink,
-            "packed_tokens": count * self.kvarn.tile_size,
-            "tail_tokens": length - sink - count * self.kvarn.tile_size,
+            "packed_tokens": packed,
+            "tail_tokens": length - sink - packed,
             "tiles": count,
             "bytes": held,
             "dense_bytes": dense,
@@ -254,33 +249,30 @@ class KVarNCache(DynamicCache):
             if tokens_to_remove >= length:
                 return
             tokens_to_remove -= length
-        # The only layers that can refuse are asked first.
-        cropped = [(layer, layer.cropped(tokens_to_remove)) for layer in self.layers if isinstance(layer, KVarNLayer)]
-        stock: list[Any] = [layer for layer in self.layers if not isinstance(layer, KVarNLayer)]
-        for layer in stock:
+        # All that can fail comes first: every layer is changed, or none.
+        packed = [(layer, layer.cropped(tokens_to_remove)) for layer in self.layers if isinstance(layer, PackedLayer)]
+        others: list[Any] = [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
+        for layer in others:
             if isinstance(layer, StaticLayer) and tokens_to_remove:
-                _check_croppable(layer)
-        for layer in stock:
+                stock.check_croppable(layer)
+        for layer in others:
             layer.crop(tokens_to_remove)
-        for quantized, state in cropped:
-            quantized.state = state
+        for quantized, state in packed:
+            if state is not None:
+                quantized.replace(state)
 
     def reset(self) -> None:
         """Forget everything; the cache is as new."""
         for layer in self.layers:
-            layer.reset()
-            # Transformers 5.17 zeroes these instead of emptying them.
-            if isinstance(layer, DynamicLayer) and not isinstance(layer, KVarNLayer):
-                layer.keys = layer.values = None
-                layer.is_initialized = False
-        self._before.clear()
+            layer.reset() if isinstance(layer, PackedLayer) else stock.empty(layer)
+        self._pass.before.clear()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row ``repeats`` times, at least once."""
         repeats = whole("repeats", repeats, least=1)
         for layer in self.layers:
             if isinstance(layer, StaticLayer):
-                _select_rows(layer, torch.arange(layer.keys.shape[0]).repeat_interleave(repeats))
+                stock.select_rows(layer, torch.arange(layer.keys.shape[0]).repeat_interleave(repeats))
             else:
                 layer.batch_repeat_interleave(repeats)
 
@@ -295,7 +287,8 @@ class KVarNCache(DynamicCache):
         self._check_rows(indices)
         for layer in self.layers:
             if isinstance(layer, StaticLayer):
-                _select_rows(layer, torch.arange(layer.keys.shape[0])[torch.as_tensor(indices, device="cpu")])
+                rows = torch.arange(layer.keys.shape[0])[torch.as_tensor(indices, device="cpu")]
+                stock.select_rows(layer, rows)
             else:
                 layer.batch_select_indices(indices)
 
@@ -307,7 +300,14 @@ class KVarNCache(DynamicCache):
         ValueError
             If a layer is of a kind that cannot be saved (linear attention; with ``max_cache_len``, windows too).
         """
-        serialization.save(self, path)
+        header = {
+            "kvarn": self.kvarn.to_dict(),
+            "skip_layers": sorted(self.skip_layers),
+            "latent_dims": self._latent_dims,
+            "monitor": None if self.monitor is None else asdict(self.monitor),
+            "from_config": self.layer_class_to_replicate is None,
+        }
+        file.save(path, self.layers, header)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> KVarNCache:
@@ -318,7 +318,15 @@ class KVarNCache(DynamicCache):
         ValueError
             If the file is not one of this cache's.
         """
-        return serialization.load(cls, path, device)
+        header, parts = file.load(path, device)
+        monitor = Monitor(**header["monitor"]) if header.get("monitor") else False
+        cache = cls(kvarn=KVarNConfig(**header["kvarn"]), skip_layers=header["skip_layers"], monitor=monitor)
+        cache._latent_dims = tuple(header["latent_dims"]) if header["latent_dims"] else None
+        entries = zip(header["layers"], parts, strict=True)
+        cache.layers.extend(file.layer_from(entry, tensors, cache._new_log) for entry, tensors in entries)
+        if header["from_config"]:
+            cache.layer_class_to_replicate = None
+        return cache
 
     def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
         """As in Transformers, for models with linear attention."""
@@ -348,25 +356,12 @@ class KVarNCache(DynamicCache):
     def _update_uncompiled(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self.update(*args, **kwargs)
 
-    def _begin_pass(self, layer_idx: int) -> None:
-        # Which layer ends a forward pass is known once the second one begins.
-        if self._before and layer_idx <= self._before[-1][0]:
-            self._last_layer = max(self._last_layer, self._before[-1][0])
-            self._before.clear()
-            self.unseen.settle()
-        if not self._before:
-            self._progress.begun.clear()
-
     def _remember_linear(self, layer_idx: int) -> None:
-        # Called for each of the layer's states; the first call sees all of them as they were.
-        if torch.compiler.is_compiling() and self.static_length is not None:
-            return
-        if not self._before or self._before[-1][0] != layer_idx:
-            self._begin_pass(layer_idx)
-            self._before.append((layer_idx, _remember(self.layers[layer_idx])))
+        if not (torch.compiler.is_compiling() and self.static_length is not None):
+            self._pass.remember_linear(layer_idx)
 
     def _check_rows(self, indices: torch.Tensor | Sequence[int]) -> None:
-        layer: Any = next((x for x in self.layers if isinstance(x, KVarNLayer) and x.is_initialized), None)
+        layer: Any = next((x for x in self.layers if isinstance(x, PackedLayer) and x.is_initialized), None)
         wanted = torch.as_tensor(indices)
         if layer is None or wanted.is_cuda:  # asking the GPU would wait for it
             return
@@ -377,9 +372,9 @@ class KVarNCache(DynamicCache):
             raise ValueError(f"indices must hold rows from {-rows} to {rows - 1}, got {wanted.tolist()}")
 
     def _new_layer(self) -> KVarNLayer:
-        return KVarNLayer(self.kvarn, self._latent_dims, self.new_log())
+        return KVarNLayer(self.kvarn, self._latent_dims, self._new_log())
 
-    def new_log(self) -> TileLog | None:
+    def _new_log(self) -> TileLog | None:
         """Notes for a layer of this cache, if it is monitored."""
         return None if self.monitor is None else TileLog(self.monitor, self.unseen)
 
@@ -397,9 +392,9 @@ def _check_static(max_cache_len: int, config: Any, kvarn: KVarNConfig, monitor: 
     if config is None:
         raise ValueError("max_cache_len needs the model's config: KVarNCache(model.config, max_cache_len=...)")
     if monitor is not None:
-        raise ValueError(f"monitor must be False with max_cache_len, whose steps nobody watches, got {monitor!r}")
+        raise ValueError(f"monitor must be False with max_cache_len: compiled steps do not support it; got {monitor!r}")
     if kvarn.check_finite:
-        raise ValueError("check_finite must be False with max_cache_len, whose steps nobody watches, got True")
+        raise ValueError("check_finite must be False with max_cache_len: compiled steps do not support it; got True")
     if not fused:
         raise ValueError("fused must be True with max_cache_len, got False")
 
@@ -415,94 +410,15 @@ def _skipped(skip_layers: Iterable[int], count: int | None) -> frozenset[int]:
     return frozenset(i % count if count else i for i in indices)
 
 
-def _caller_can_read_lazily(caller: FrameType) -> bool:
-    """Whether the module that calls ``update()`` hands keys to an attention that knows, or at least touches, lazy
-    tensors.
-
-    A cache is told nothing about the model it serves, and one attention implementation (flex) compiles code around
-    the tensors it gets. The module's own config is the only place that says which one it will call.
-    """
-    config = getattr(caller.f_locals.get("self"), "config", None)
-    return getattr(config, "_attn_implementation", None) in reads_lazily
+def _stock_layers(config: PreTrainedConfig | None, max_cache_len: int | None) -> list[Any]:
+    if config is None:
+        return []
+    if max_cache_len is None:
+        return DynamicCache(config=config).layers
+    return StaticCache(config=config, max_cache_len=max_cache_len).layers
 
 
-def _bytes(layer: Any) -> int:
-    if isinstance(layer, KVarNLayer):
-        return layer.memory_footprint()
-    tensors = tensors_in(vars(layer).values())
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
-
-
-def tensors_in(items: Iterable[Any]) -> list[torch.Tensor]:
-    """Every tensor among ``items``, and in the lists, tuples and dicts among them."""
-    tensors: list[torch.Tensor] = []
-    pending = list(items)
-    while pending:
-        item = pending.pop()
-        if isinstance(item, torch.Tensor):
-            tensors.append(item)
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            pending.extend(item)
-    return tensors
-
-
-def _check_croppable(layer: Any) -> None:
-    if not hasattr(layer, "crop") or (layer.is_sliding and layer.get_seq_length() > layer.max_cache_len):
-        raise ValueError(
-            f"max_cache_len must be None to crop this cache: a {type(layer).__name__} does not keep what it drops"
-        )
-
-
-def _select_rows(layer: StaticLayer, rows: torch.Tensor) -> None:
-    """What Transformers' static layers lack, for any choice of batch rows."""
-    layer.reorder_cache(rows.to(layer.keys.device))
-
-
-def _make_fit(layer: StaticLayer, keys: torch.Tensor) -> None:
-    """Let an empty layer of Transformers' allocate its storage again, if the tokens are not like those of before."""
-    if layer.is_initialized and not torch.compiler.is_compiling():
-        like = (layer.keys.shape[:2], layer.keys.dtype, layer.keys.device)
-        if like != (keys.shape[:2], keys.dtype, keys.device) and not layer.get_seq_length():
-            layer.is_initialized = False
-
-
-def _remember(layer: Any) -> Any:
-    """What :func:`_restore` needs to undo one update, without keeping the memory that the update frees."""
-    if isinstance(layer, KVarNLayer):
-        return layer.remember()
-    if type(layer) is DynamicLayer:
-        return layer.get_seq_length()
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return _copied(vars(layer))  # it writes its states in place
-    if isinstance(layer, StaticLayer):
-        # So does this one, but behind the tokens it holds, unless a window moves.
-        return _copied({k: v for k, v in vars(layer).items() if layer.is_sliding or k not in ("keys", "values")})
-    return vars(layer).copy()
-
-
-def _copied(item: Any) -> Any:
-    if isinstance(item, dict):
-        return {name: _copied(value) for name, value in item.items()}
-    return item.detach().clone() if isinstance(item, torch.Tensor) else item
-
-
-def _restore(layer: Any, held: Any) -> None:
-    if held == _TOGETHER:
-        layer.changes[0] += 1  # what it has handed out is of a step that is no more
-        return
-    if isinstance(layer, KVarNLayer):
-        layer.restore(held)
-    elif type(layer) is DynamicLayer:
-        if held < layer.get_seq_length():
-            layer.crop(held - layer.get_seq_length())
-    elif isinstance(layer, StaticLayer):
-        for name, value in held.items():
-            current = getattr(layer, name)
-            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
-                current.copy_(value)  # compiled steps rely on its address
-            else:
-                setattr(layer, name, value)
-    else:
-        vars(layer).update(held)
+def _latent_dims(decoder: Any) -> tuple[int, int] | None:
+    """Of a model with multi-head latent attention: the latents' rank, and the channels of the keys' rotary part."""
+    rank, rotary = getattr(decoder, "kv_lora_rank", None), getattr(decoder, "qk_rope_head_dim", None)
+    return (rank, rotary) if rank and rotary else None

@@ -21,9 +21,8 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
         number = operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: of tensors with more than one element
         number = None
-    too_small = number is not None and least is not None and number < least
-    too_large = number is not None and most is not None and number > most
-    if number is None or isinstance(value, bool) or too_small or too_large:
+    allowed = number is not None and (least is None or number >= least) and (most is None or number <= most)
+    if number is None or isinstance(value, bool) or not allowed:
         bounds = "" if least is None else f" >= {least}" if most is None else f" from {least} to {most}"
         raise ValueError(f"{name} must be an integer{bounds}, got {value!r}")
     return number
@@ -64,3 +63,16 @@ def torch_device(device: torch.device | str) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= gpus:
         raise ValueError(f"device must be one of this machine's {gpus} GPUs or cpu, got {str(device)!r}")
     return chosen
+
+
+def check_like(
+    name: str, new: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse new tokens that are not like those held: ``shape`` is ``(batch, heads, head_dim)``."""
+    if (new.shape[0], new.shape[1], new.shape[3]) != shape:
+        expected = [shape[0], shape[1], "any", shape[2]]
+        raise ValueError(f"{name} must have shape {expected} like the tokens held, got {list(new.shape)}")
+    if new.dtype != dtype:
+        raise ValueError(f"{name} must have dtype {dtype} like the tokens held, got {new.dtype}")
+    if new.device != device:
+        raise ValueError(f"{name} must be on {device} like the tokens held, got {new.device}")

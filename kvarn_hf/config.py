@@ -15,7 +15,7 @@ TILE_SIZES = (64, 128)
 # Iterations of variance normalization: the improved algorithm converges in two; the paper's figures use eight or more.
 _DEFAULT_ITERATIONS = {"kvarn": 2, "published": 8, "hadamard": 0, "rtn": 0}
 
-_PRESET_PATTERN = re.compile(r"kvarn_k(?P<key>[2348])v(?P<value>[2348])_g(?P<tile>64|128)")
+_PRESET_PATTERN = re.compile(r"kvarn_k(?P<key_bits>[2348])v(?P<value_bits>[2348])_g(?P<tile_size>64|128)")
 
 _PRESET_WIDTHS = ("k4v2", "k2v2", "k3v2", "k4v4", "k8v4")
 PRESETS = tuple(f"kvarn_{widths}_g{tile}" for tile in (128, 64) for widths in _PRESET_WIDTHS)
@@ -91,8 +91,7 @@ class KVarNConfig:
         match = _PRESET_PATTERN.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
-        bits = {"key_bits": int(match["key"]), "value_bits": int(match["value"]), "tile_size": int(match["tile"])}
-        return cls(**{**bits, **overrides})
+        return cls(**{name: int(number) for name, number in match.groupdict().items()} | overrides)
 
     @property
     def name(self) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -13,37 +14,24 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.config import KVarNConfig
+from kvarn_hf.evaluation.blocks import cache_argument
 from kvarn_hf.evaluation.pseudo_decode import BLOCK, pseudo_decode
+from kvarn_hf.layers.stock import tensors_in
+from kvarn_hf.terminal import OnStep, table
 
 PROMPT_SOURCE = "James Madison, First Annual Message to the Congress, 29 November 1809 (public domain)"
 _INSTRUCTION = "Write a detailed summary of the President's message above."
 
-# Called with the name of a stage, the steps done and the steps expected.
-Progress = Callable[[str, int, int], None]
-
 
 @dataclass(frozen=True)
 class Continuation:
-    """What one cache gave.
-
-    Parameters
-    ----------
-    tokens : list of int
-        The new tokens' ids.
-    text : str
-    cache_bytes : int
-        Bytes the cache holds at the end, of the prompt and the new tokens.
-    first_token_seconds : float
-        From the start to the first new token: the prefill.
-    tokens_per_second : float
-        Of the tokens after the first.
-    """
+    """What one cache gave: ids and text of the new tokens, the bytes it holds at the end, the seconds to the first new
+    token (the prefill), and the tokens per second after it."""
 
     tokens: list[int]
     text: str
@@ -54,21 +42,10 @@ class Continuation:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What :func:`run_demo` found.
-
-    Parameters
-    ----------
-    dense, kvarn : Continuation
-    prompt_tokens : int
-    first_difference : int, optional
-        Index of the first new token that differs; None if all are equal.
-    kl : float
-        Mean KL(dense || kvarn) of the next-token distributions over the prompt's second half, in nats.
-    top1 : float
-        Share of those positions at which both have the same most likely token.
-    cache : KVarNCache
-        The cache after the generation.
-    """
+    """What :func:`run_demo` found. ``first_difference`` is the index of the first new token that differs, None if all
+    are equal; ``kl`` the mean KL(dense || kvarn) of the next-token distributions over the prompt's second half, in
+    nats; ``top1`` the share of those positions at which both have the same most likely token; ``cache`` what was
+    generated with."""
 
     dense: Continuation
     kvarn: Continuation
@@ -100,24 +77,17 @@ def run_demo(
     prompt: str,
     config: KVarNConfig,
     max_new_tokens: int = 64,
-    progress: Progress = lambda stage, done, total: None,
+    on_step: OnStep = lambda stage, done, total: None,
 ) -> DemoResult:
     """Continue a prompt greedily from both caches and compare them.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-    tokenizer : transformers.PreTrainedTokenizerBase
+    model, tokenizer : transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase
     prompt : str
         At least two tokens.
-    config : KVarNConfig
     max_new_tokens : int
-    progress : callable
-        Told of every step.
-
-    Returns
-    -------
-    DemoResult
+    on_step : OnStep
 
     Raises
     ------
@@ -131,64 +101,47 @@ def run_demo(
     if length < 2:
         raise ValueError(f"prompt must have at least 2 tokens, got {length}")
 
-    def dense() -> DynamicCache:
-        return DynamicCache(config=model.config)
-
-    def kvarn() -> KVarNCache:
-        return KVarNCache(model.config, config)
+    kvarn = partial(KVarNCache, model.config, config)
 
     def generated(name: str, make_cache: Callable[[], Any]) -> tuple[Continuation, Any]:
         if model.device.type == "cuda":  # compile and load the kernels outside the clock
             _continue(model, tokenizer, input_ids, make_cache(), 2, lambda done: None)
-        cache = make_cache()
-        stage = f"Generating, {name}"
+        cache, report = make_cache(), partial(on_step, f"Generating, {name}")
         continuation = _continue(
-            model, tokenizer, input_ids, cache, max_new_tokens, lambda done: progress(stage, done, max_new_tokens)
+            model, tokenizer, input_ids, cache, max_new_tokens, lambda done: report(done, max_new_tokens)
         )
-        # The answer may have ended early.
-        progress(stage, len(continuation.tokens), len(continuation.tokens))
+        report(*[len(continuation.tokens)] * 2)  # the answer may have ended early
         return continuation, cache
 
-    from_dense, _ = generated("dense cache", dense)
+    from_dense, _ = generated("dense cache", partial(DynamicCache, config=model.config))
     from_kvarn, cache = generated(config.name, kvarn)
-    forwards = 2 * -(-length // BLOCK)
-    done = 0
-
-    def count(*_: Any) -> None:
-        nonlocal done
-        done += 1
-        progress("Comparing distributions", done, forwards)
-
-    progress("Comparing distributions", 0, forwards)
-    handle = model.register_forward_hook(count)
+    stage, forwards, done = "Comparing distributions", 2 * -(-length // BLOCK), itertools.count(1)
+    on_step(stage, 0, forwards)
+    handle = model.register_forward_hook(lambda *_: on_step(stage, next(done), forwards))
     try:
         comparison = pseudo_decode(model, input_ids, kvarn, skip=length // 2)
     finally:
         handle.remove()
-    a, b = from_dense.tokens, from_kvarn.tokens
-    difference = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    if difference is None and len(a) != len(b):
-        difference = min(len(a), len(b))
+    pairs = enumerate(itertools.zip_longest(from_dense.tokens, from_kvarn.tokens))
+    difference = next((i for i, (one, other) in pairs if one != other), None)
     return DemoResult(from_dense, from_kvarn, length, difference, comparison.mean, comparison.top1, cache)
 
 
 def show(result: DemoResult, model: Any, tokenizer: Any, console: Console) -> None:
-    """Print a result."""
-    dense, kvarn = result.dense, result.kvarn
+    """Print both texts, a table of what they took, and how far they differ."""
+    dense, kvarn = both = result.dense, result.kvarn
     preset = result.cache.kvarn.name
     for name, continuation in (("Dense cache", dense), (preset, kvarn)):
         console.print(Panel(escape(continuation.text.strip()), title=name, title_align="left"))
     dtype = str(model.dtype).removeprefix("torch.")
     title = f"{result.prompt_tokens:,} prompt tokens + {len(kvarn.tokens)} new ones, {dtype} on {model.device}"
-    table = Table(title=title, title_justify="left")
-    for column, justify in (("", "left"), ("dense cache", "right"), (preset, "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    table.add_row("Cache", f"{dense.cache_bytes / 2**20:.2f} MiB", f"{kvarn.cache_bytes / 2**20:.2f} MiB")
-    table.add_row("Times smaller", "", f"{dense.cache_bytes / kvarn.cache_bytes:.2f}")
-    table.add_row("Time to first token", f"{dense.first_token_seconds:.2f} s", f"{kvarn.first_token_seconds:.2f} s")
-    if len(kvarn.tokens) > 1 and len(dense.tokens) > 1:
-        table.add_row("Then tokens per second", f"{dense.tokens_per_second:.1f}", f"{kvarn.tokens_per_second:.1f}")
-    console.print(table)
+    made = table("", "dense cache", preset, title=title, names=("",))
+    made.add_row("Cache", *(f"{c.cache_bytes / 2**20:.2f} MiB" for c in both))
+    made.add_row("Times smaller", "", f"{dense.cache_bytes / kvarn.cache_bytes:.2f}")
+    made.add_row("Time to first token", *(f"{c.first_token_seconds:.2f} s" for c in both))
+    if all(len(c.tokens) > 1 for c in both):
+        made.add_row("Then tokens per second", *(f"{c.tokens_per_second:.1f}" for c in both))
+    console.print(made)
     for line in _remarks(result, model, tokenizer):
         console.print(escape(line), highlight=False)
 
@@ -197,8 +150,7 @@ class _Clock(BaseStreamer):
     """Notes when each new token arrives."""
 
     def __init__(self, device: torch.device, report: Callable[[int], None]) -> None:
-        self.device = device
-        self.report = report
+        self.device, self.report = device, report
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
@@ -208,16 +160,13 @@ class _Clock(BaseStreamer):
         self.times.append(time.perf_counter())
         self.report(len(self.times) - 1)
 
-    def end(self) -> None:
-        pass
+    def end(self) -> None: ...
 
 
 def _continue(
     model: Any, tokenizer: Any, input_ids: torch.Tensor, cache: Any, max_new_tokens: int, report: Callable[[int], None]
 ) -> Continuation:
     clock = _Clock(model.device, report)
-    # Transformers renamed the argument in 5.24.
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     output = model.generate(
         input_ids,
@@ -227,18 +176,14 @@ def _continue(
         num_beams=1,
         pad_token_id=pad,
         streamer=clock,
-        **{argument: cache},
+        **{cache_argument(model): cache},
     )
     tokens = output[0, input_ids.shape[1] :].tolist()
     start, first, *_, last = clock.times if len(clock.times) > 2 else [*clock.times, clock.times[-1]]
     rate = (len(tokens) - 1) / (last - first) if last > first else float("nan")
-    held = cache.memory_footprint() if isinstance(cache, KVarNCache) else _dense_bytes(cache)
+    dense = sum(tensor.nbytes for layer in cache.layers for tensor in tensors_in(vars(layer).values()))
+    held = cache.memory_footprint() if isinstance(cache, KVarNCache) else dense
     return Continuation(tokens, tokenizer.decode(tokens, skip_special_tokens=True), held, first - start, rate)
-
-
-def _dense_bytes(cache: DynamicCache) -> int:
-    tensors = (tensor for layer in cache.layers for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor))
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _remarks(result: DemoResult, model: Any, tokenizer: Any) -> list[str]:

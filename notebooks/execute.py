@@ -49,9 +49,8 @@ def main(names: list[str]) -> None:
     for file in files:
         notebook = nbformat.read(file, as_version=4)
         start = time.monotonic()
-        NotebookClient(
-            notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(HERE)}}
-        ).execute()
+        place = {"metadata": {"path": str(HERE)}}
+        NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
         clean(notebook)
         text = nbformat.writes(notebook) + "\n"
         if len(text.encode()) > LIMIT:

@@ -146,7 +146,7 @@ def test_closed_forms_are_the_bytes_of_the_arenas():
     config = KVarNConfig(key_bits=3, value_bits=2, tile_size=64)
     tiles = PackedTiles.allocate(2, 3, 192, 128, config, 5, torch.device("cpu"))
     held = 2 * 3 * tiles.capacity * (config.key_tile_bytes(192) + config.value_tile_bytes(128))
-    assert sum(t.nbytes for t in tiles.tensors) == held
+    assert sum(t.nbytes for t in tiles.parts.values()) == held
 
 
 def test_bits_per_element_by_hand():

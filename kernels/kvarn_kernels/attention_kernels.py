@@ -2,186 +2,138 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from kvarn_kernels.int8_dot import codes_dot, column_max, exp2, near_first, to_digits
+from kvarn_kernels.arithmetic import LOG2E
+from kvarn_kernels.attention_rotation import block_bits, rotated_query, unrotated
+from kvarn_kernels.bundles import Packed, Side, load_channels, store_channels, tile_sizes
+from kvarn_kernels.int8_dot import Codes, codes_dot, column_max, exp2, near_first
+from kvarn_kernels.schedule import Work, blocks_before, schedule, tiles_before
 
 
-@triton.jit
-def _cut(count, dense_length, slices, BLOCK: tl.constexpr, WEIGHT: tl.constexpr):
-    """The list of work, blocks of dense tokens first and then tiles, and how ``slices`` share it.
+class Form(NamedTuple):
+    """What :func:`split_kernel` is compiled for.
 
-    A block counts 2, a tile ``WEIGHT``, and half of that turning to the tiles, which is a start of its own. A slice
-    that begins from ``dense_end`` on has no blocks: at most half a tile's worth is left, which the one before takes.
-
-    Returns blocks, dense_end, tiles_start, the list's length, how many slices (the first ones) have blocks, and how
-    many have no tiles.
+    WORK : Work
+    KEYS, VALUES : Side
+    CAUSAL, TILE_CAUSAL : whether dense tokens, and tiles, may hold tokens that a query must not see
+    WINDOW, CAP : whether there is a sliding window, a soft cap
+    MASK_OF_ALL : whether there is a mask that is the same for all columns
+    STAGES, DENSE_STAGES : of the loops over tiles and over dense tokens
     """
-    blocks = tl.maximum(1, tl.cdiv(dense_length, BLOCK))
-    dense_end = tl.maximum(2 * blocks - WEIGHT // 2, 1)
-    tiles_start = 2 * blocks + WEIGHT // 2
-    work = tiles_start + count * WEIGHT
-    dense_slices = tl.minimum(slices, tl.cdiv(dense_end * slices, work))
-    skipped = tl.minimum(slices, tl.cdiv((tiles_start + (WEIGHT + 1) // 2) * slices, work) - 1)
-    return blocks, dense_end, tiles_start, work, dense_slices, skipped
+
+    WORK: Work
+    KEYS: Side
+    VALUES: Side
+    CAUSAL: bool
+    TILE_CAUSAL: bool
+    WINDOW: bool
+    CAP: bool
+    MASK_OF_ALL: bool
+    STAGES: int
+    DENSE_STAGES: int
+
+
+class Columns(NamedTuple):
+    """A program's query columns ``[COLS]``: whether there is one, its query head, its new token, and its offset."""
+
+    known: Any
+    head: Any
+    token: Any
+    offset: Any
+
+
+class Sequence(NamedTuple):
+    """One sequence of the batch: where its tokens are, and which of them a query sees.
+
+    pad : its padding, before the sinks; None if no sequence has any
+    sink_length, tail_start, length : the tiles begin behind the sinks and end at the tail
+    mask : pointer to its mask (uint8: nonzero attends; another dtype: added), or None
+    stride_head, stride_token : of the mask
+    window, cap : the sliding window and the soft cap, if there are
+    """
+
+    pad: Any
+    sink_length: Any
+    tail_start: Any
+    length: Any
+    mask: Any
+    stride_head: Any
+    stride_token: Any
+    window: Any
+    cap: Any
+
+
+class Dense(NamedTuple):
+    """Dense keys or values of one head, their stride, and the token of the row's padding (None: no row has any)."""
+
+    ptr: Any
+    stride: Any
+    run: Any
+
+
+class Entry(NamedTuple):
+    """Where a result goes: the output [COLS, VALUES.PADDED] and its log2-sum-exp2 [COLS], float32."""
+
+    out: Any
+    lse: Any
 
 
 @triton.jit
-def _blocks_before(at, blocks, dense_end):
-    """How many blocks come before a place in the list."""
-    return tl.where(at < dense_end, (at + 1) // 2, blocks)
-
-
-@triton.jit
-def _tiles_before(at, tiles_start, WEIGHT: tl.constexpr):
-    """How many tiles come before a place in the list, to the nearest."""
-    return tl.maximum(at - tiles_start + WEIGHT // 2, 0) // WEIGHT
-
-
-@triton.jit
-def _lengths(progress_ptr, sink_length, TILE: tl.constexpr):
+def _lengths(counters_ptr, TILE: tl.constexpr):
     """Tiles and dense tokens, as the device knows them."""
-    count = tl.load(progress_ptr + 1).to(tl.int32)
-    return count, tl.load(progress_ptr).to(tl.int32) - count * TILE
+    count = tl.load(counters_ptr + 1).to(tl.int32)
+    return count, tl.load(counters_ptr).to(tl.int32) - count * TILE
 
 
 @triton.jit
-def _queries(first, h, COLS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr):
-    """Which query head and which of the new tokens each column is, and whether there is one."""
+def _columns(first, head, stride_head, stride_token, COLS: tl.constexpr, WORK: tl.constexpr):
+    """:class:`Columns` ``first`` on of a KV head."""
     column = first + tl.arange(0, COLS)
-    return column < COLUMNS, h * (COLUMNS // QUERIES) + column // QUERIES, column % QUERIES
+    known = column < WORK.COLUMNS
+    query_head = head * (WORK.COLUMNS // WORK.QUERIES) + column // WORK.QUERIES
+    token = column % WORK.QUERIES
+    return Columns(known, query_head, token, query_head * stride_head + token * stride_token)
 
 
 @triton.jit
-def _mask_of_all(mask_ptr, position, length):
+def _mask_of_all(position, sequence):
     """What a mask that is the same for all columns says of tokens."""
-    return tl.load(mask_ptr + position, mask=position < length, other=0)
+    return tl.load(sequence.mask + position, mask=position < sequence.length, other=0)
 
 
 @triton.jit
-def _bias(
-    score,
-    position,
-    mask_of_all,
-    column_ok,
-    head,
-    token,
-    length,
-    mask_ptr,
-    stride_m_h,
-    stride_m_q,
-    window,
-    cap,
-    QUERIES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    MASK: tl.constexpr,
-):
-    """Soft-capped scores (base 2) [TOKENS, COLS], -inf where a query may not see a token. position [TOKENS];
-    mask_of_all [TOKENS] if MASK > 2."""
-    if CAP:  # cap tanh(x / cap), by an exponential that cannot overflow
-        small = tl.exp2(-2 * 1.4426950408889634 * tl.abs(score) / cap)
-        size = cap * (1 - small) / (1 + small)
+def _biased(score, position, mask_of_all, columns, sequence, CAUSAL: tl.constexpr, FORM: tl.constexpr):
+    """Scores (base 2) [TOKENS, COLS], soft-capped, and -inf where a query may not see a token.
+
+    position [TOKENS]; mask_of_all [TOKENS], read if FORM.MASK_OF_ALL.
+    """
+    if FORM.CAP:  # cap tanh(x / cap), by an exponential that cannot overflow
+        small = tl.exp2(tl.abs(score) * (-2 * LOG2E) / sequence.cap)
+        size = sequence.cap * (1 - small) / (1 + small)
         score = tl.where(score < 0, -size, size)
-    query_position = length - QUERIES + token
+    query_position = sequence.length - FORM.WORK.QUERIES + columns.token
     if CAUSAL:
         score = tl.where(position[:, None] <= query_position[None, :], score, float("-inf"))
-    if WINDOW:
-        score = tl.where(position[:, None] > (query_position - window)[None, :], score, float("-inf"))
-    if MASK > 2:
-        if MASK == 3:
+    if FORM.WINDOW:
+        score = tl.where(position[:, None] > (query_position - sequence.window)[None, :], score, float("-inf"))
+    if FORM.MASK_OF_ALL:
+        if sequence.mask.dtype.element_ty == tl.uint8:
             score = tl.where((mask_of_all != 0)[:, None], score, float("-inf"))
         else:
-            score += (mask_of_all.to(tl.float32) * 1.4426950408889634)[:, None]
-    elif MASK > 0:
-        where = mask_ptr + (head * stride_m_h + token * stride_m_q)[None, :] + position[:, None]
-        known = column_ok[None, :] & (position < length)[:, None]
-        if MASK == 1:
+            score += (mask_of_all.to(tl.float32) * LOG2E)[:, None]
+    elif sequence.mask is not None:
+        of_column = columns.head * sequence.stride_head + columns.token * sequence.stride_token
+        where = sequence.mask + of_column[None, :] + position[:, None]
+        known = columns.known[None, :] & (position < sequence.length)[:, None]
+        if sequence.mask.dtype.element_ty == tl.uint8:
             score = tl.where(tl.load(where, mask=known, other=0) != 0, score, float("-inf"))
         else:
-            score += tl.load(where, mask=known, other=0.0).to(tl.float32) * 1.4426950408889634
+            score += tl.load(where, mask=known, other=0.0).to(tl.float32) * LOG2E
     return score
-
-
-@triton.jit
-def _butterflies(x, OUTER: tl.constexpr, BITS: tl.constexpr, COLS: tl.constexpr):
-    """Unscaled Walsh-Hadamard transform over the low ``BITS`` bits of the middle index of x [16, OUTER, COLS]."""
-    for bit in tl.static_range(BITS):
-        x = tl.reshape(x, (16, OUTER >> (bit + 1), 2, 1 << bit, COLS))
-        a, b = tl.split(tl.permute(x, (0, 1, 3, 4, 2)))
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 4, 2, 3)), (16, OUTER, COLS))
-    return x
-
-
-@triton.jit
-def _rotated_query(
-    q_ptr,
-    offset,
-    column_ok,
-    prescale_ptr,
-    scale,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_BITS: tl.constexpr,
-    COLS: tl.constexpr,
-    PRESCALE: tl.constexpr,
-    SPLIT_DTYPE: tl.constexpr,
-):
-    """``scale H (q / prescale)`` as [DIM_PAD, COLS] fp32, four neighbouring channels in neighbouring registers.
-
-    Channel bits 0, 2, 3, 4 are transformed by one 16 x 16 matrix product and the others by butterflies: the product
-    leaves the query in the layout of an accumulator, which is that of the scores, so that nothing in the loop changes
-    layout.
-    """
-    OUTER: tl.constexpr = DIM_PAD // 16
-    row = tl.arange(0, 16)  # bit 3: channel bit 0; bits 0 to 2: channel bits 2 to 4
-    outer = tl.arange(0, OUTER)  # bit 0: channel bit 1; above: channel bits 5 and up
-    channel = ((row & 7) * 4 + (row >> 3))[:, None] + ((outer & 1) * 2 + (outer >> 1) * 32)[None, :]
-    inside = channel < DIM
-    q = tl.load(
-        q_ptr + offset[None, None, :] + channel[:, :, None],
-        mask=inside[:, :, None] & column_ok[None, None, :],
-        other=0.0,
-    ).to(tl.float32)
-    if PRESCALE:
-        q /= tl.load(prescale_ptr + channel, mask=inside, other=1.0).to(tl.float32)[:, :, None]
-    # The channels are multiples of 16, and so is the block.
-    bits: tl.constexpr = 0 if BLOCK_BITS == 0 else (11 if BLOCK_BITS == 4 else 15)
-    butterflies: tl.constexpr = 0 if BLOCK_BITS == 0 else (1 if BLOCK_BITS < 6 else BLOCK_BITS - 4)
-    common = row[:, None] & row[None, :] & bits
-    odd = (common ^ (common >> 1) ^ (common >> 2) ^ (common >> 3)) & 1
-    matrix = tl.where(((row[:, None] ^ row[None, :]) & (15 - bits)) == 0, 1.0 - 2.0 * odd.to(tl.float32), 0.0)
-    high = q.to(SPLIT_DTYPE)
-    low = (q - high.to(tl.float32)).to(SPLIT_DTYPE)
-    parts = tl.reshape(tl.join(high, low), (16, OUTER * COLS * 2))
-    rotated = tl.reshape(tl.dot(matrix.to(SPLIT_DTYPE), parts), (16, OUTER, COLS, 2))
-    high, low = tl.split(rotated)
-    q = _butterflies((high + low) * scale, OUTER, butterflies, COLS)
-    q = tl.reshape(q, (2, 8, OUTER // 2, 2, COLS))  # [channel bit 0, bits 2 to 4, bits 5 and up, bit 1, column]
-    return near_first(tl.reshape(tl.permute(q, (2, 1, 3, 0, 4)), (DIM_PAD, COLS)), DIM_PAD, 4, COLS)
-
-
-@triton.jit
-def _unrotated(x, DIM_PAD: tl.constexpr, BLOCK_BITS: tl.constexpr, COLS: tl.constexpr, SPLIT_DTYPE: tl.constexpr):
-    """``H x`` of x [DIM_PAD, COLS], as [16, DIM_PAD // 16, COLS]: low four channel bits first.
-
-    These four are transformed by a 16 x 16 matrix product, the others by butterflies between registers of a thread.
-    """
-    OUTER: tl.constexpr = DIM_PAD // 16
-    x = tl.permute(tl.reshape(x, (OUTER, 16, COLS)), (1, 0, 2))
-    if BLOCK_BITS > 0:
-        row = tl.arange(0, 16)
-        common = row[:, None] & row[None, :]
-        odd = (common ^ (common >> 1) ^ (common >> 2) ^ (common >> 3)) & 1
-        matrix = (1.0 - 2.0 * odd.to(tl.float32)).to(SPLIT_DTYPE)
-        high = x.to(SPLIT_DTYPE)
-        low = (x - high.to(tl.float32)).to(SPLIT_DTYPE)
-        parts = tl.reshape(tl.join(high, low), (16, OUTER * COLS * 2))
-        high, low = tl.split(tl.reshape(tl.dot(matrix, parts), (16, OUTER, COLS, 2)))
-        x = _butterflies(high + low, OUTER, BLOCK_BITS - 4, COLS) * 2.0 ** (-0.5 * BLOCK_BITS)
-    return x
 
 
 @triton.jit
@@ -193,689 +145,391 @@ def _keep(pointer, x, mask=None):
     tl.store(pointer, x, mask=mask, eviction_policy="evict_last")
 
 
+@triton.constexpr_function
+def _codes_per_byte(bits):
+    """3-bit codes are held as two bits and one, and the two come first."""
+    return 8 // (2 if bits == 3 else bits)
+
+
 @triton.jit
-def _attend_tiles(
-    q,
-    first,
-    last,
-    tile,
-    pad,
-    sink_length,
-    column_ok,
-    head,
-    token,
-    length,
-    mask_ptr,
-    stride_m_h,
-    stride_m_q,
-    window,
-    cap,
-    kc_ptr,
-    kcs_ptr,
-    kts_ptr,
-    kzp_ptr,
-    vc_ptr,
-    vcs_ptr,
-    vts_ptr,
-    vzp_ptr,
-    o_ptr,
-    lse_ptr,
-    QUERIES: tl.constexpr,
-    COLS: tl.constexpr,
-    TILE: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_BLOCK_BITS: tl.constexpr,
-    SPLIT_DTYPE: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    MASK: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Attention over tiles ``first .. last`` of one head: o [COLS, VALUE_PAD], un-rotated, and its log2-sum-exp2."""
-    KEY_ROWS: tl.constexpr = TILE if KEY_BITS == 8 else (TILE // 2 if KEY_BITS == 4 else TILE // 4)
-    PER_BYTE: tl.constexpr = 1 if VALUE_BITS == 8 else (2 if VALUE_BITS == 4 else 4)
-    VALUE_ROWS: tl.constexpr = VALUE_PAD // PER_BYTE
+def _by_channel(ptr, index, channel, SIDE: tl.constexpr):
+    """The ``index``-th vector of DIM numbers, in fp32 and zero from DIM on."""
+    if SIDE.DIM == SIDE.PADDED:
+        return tl.load(ptr + index * SIDE.DIM + channel).to(tl.float32)
+    else:
+        return tl.load(ptr + index * SIDE.DIM + channel, mask=channel < SIDE.DIM, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _attend_tiles(q, first, last, arena, keys, values, sequence, columns, entry, FORM: tl.constexpr):
+    """Attention over tiles ``first .. last`` of one head, whose first is the arena's ``arena``-th.
+
+    q [KEYS.PADDED, COLS], fp32: the rotated query. The output is un-rotated.
+    """
+    TILE: tl.constexpr = FORM.WORK.TILE
+    COLS: tl.constexpr = FORM.WORK.COLS
+    KEYS: tl.constexpr = FORM.KEYS
+    VALUES: tl.constexpr = FORM.VALUES
+    KEY_ROWS: tl.constexpr = TILE // _codes_per_byte(KEYS.BITS)
+    PER_BYTE: tl.constexpr = _codes_per_byte(VALUES.BITS)
+    KEY_BYTES: tl.constexpr = tile_sizes(TILE, KEYS).codes
+    VALUE_BYTES: tl.constexpr = tile_sizes(TILE, VALUES).codes
     # Key rows are loaded in an order that gives each thread neighbouring tokens: four probabilities make one word of
     # digits.
     GROUP: tl.constexpr = 32 if KEY_ROWS >= 32 else 16
     NEAR: tl.constexpr = GROUP // 8
     slot = tl.arange(0, KEY_ROWS)
     key_row = slot // GROUP * GROUP + slot % 8 * NEAR + slot % GROUP // 8
-    channel, t = tl.arange(0, KEY_PAD), tl.arange(0, TILE)
-    out_channel, value_row = tl.arange(0, VALUE_PAD), tl.arange(0, VALUE_ROWS)
-    key_at = key_row[:, None] * KEY_DIM + channel[None, :]
+    channel, t = tl.arange(0, KEYS.PADDED), tl.arange(0, TILE)
+    out_channel, value_row = tl.arange(0, VALUES.PADDED), tl.arange(0, VALUES.PADDED // PER_BYTE)
+    key_at = key_row[:, None] * KEYS.DIM + channel[None, :]
     value_at = value_row[:, None] * TILE + t[None, :]
     key_high_at, value_high_at = key_at, value_at
     key_shift, value_shift = key_row, value_row
-    if KEY_BITS == 3:
-        key_high_at = (TILE // 4 + key_row % (TILE // 8))[:, None] * KEY_DIM + channel[None, :]
+    if KEYS.BITS == 3:
+        key_high_at = (TILE // 4 + key_row % (TILE // 8))[:, None] * KEYS.DIM + channel[None, :]
         key_shift = key_row // (TILE // 8)
-    if VALUE_BITS == 3:
-        value_high_at = (VALUE_DIM // 4 + value_row // 2)[:, None] * TILE + t[None, :]
+    if VALUES.BITS == 3:
+        value_high_at = (VALUES.DIM // 4 + value_row // 2)[:, None] * TILE + t[None, :]
         value_shift = value_row % 2 * 4
-    KEY_BYTES: tl.constexpr = TILE * KEY_DIM * KEY_BITS // 8
-    VALUE_BYTES: tl.constexpr = TILE * VALUE_DIM * VALUE_BITS // 8
 
     m = tl.full([COLS], -1e30, tl.float32)
     l = tl.zeros([8, COLS], tl.float32)
-    acc = tl.zeros([VALUE_PAD, COLS], tl.float32)
+    acc = tl.zeros([VALUES.PADDED, COLS], tl.float32)
     coming = 0
-    if MASK > 2:  # one tile ahead, by hand: the compiler does not fetch single bytes ahead
-        coming = _mask_of_all(mask_ptr, sink_length + first * TILE + t, length)
-    for n in tl.range(first, last, num_stages=STAGES):
-        at = tile + n  # int64
+    if FORM.MASK_OF_ALL:  # one tile ahead, by hand: the compiler does not fetch single bytes ahead
+        coming = _mask_of_all(sequence.sink_length + first * TILE + t, sequence)
+    for n in tl.range(first, last, num_stages=FORM.STAGES):
+        at = arena + n
         mask_of_all = coming
-        if MASK > 2:
-            coming = _mask_of_all(mask_ptr, sink_length + (n + 1) * TILE + t, length)
-        if KEY_DIM == KEY_PAD:
-            key_word = tl.load(kc_ptr + at * KEY_BYTES + key_at)
-            kcs = tl.load(kcs_ptr + at * KEY_DIM + channel).to(tl.float32)
-            kzp = tl.load(kzp_ptr + at * KEY_DIM + channel).to(tl.float32)
+        if FORM.MASK_OF_ALL:
+            coming = _mask_of_all(sequence.sink_length + (n + 1) * TILE + t, sequence)
+        if KEYS.DIM == KEYS.PADDED:
+            key_word = tl.load(keys.codes + at * KEY_BYTES + key_at)
         else:
-            key_word = tl.load(kc_ptr + at * KEY_BYTES + key_at, mask=(channel < KEY_DIM)[None, :], other=0)
-            kcs = tl.load(kcs_ptr + at * KEY_DIM + channel, mask=channel < KEY_DIM, other=0.0).to(tl.float32)
-            kzp = tl.load(kzp_ptr + at * KEY_DIM + channel, mask=channel < KEY_DIM, other=0.0).to(tl.float32)
-        kts = tl.load(kts_ptr + at * TILE + t).to(tl.float32)
-        if VALUE_DIM == VALUE_PAD:
-            value_word = tl.load(vc_ptr + at * VALUE_BYTES + value_at)
-            vcs = tl.load(vcs_ptr + at * VALUE_DIM + out_channel).to(tl.float32)
+            key_word = tl.load(keys.codes + at * KEY_BYTES + key_at, mask=(channel < KEYS.DIM)[None, :], other=0)
+        key_channel_scale = _by_channel(keys.channel_scale, at, channel, KEYS)
+        key_zero_point = _by_channel(keys.zero_point, at, channel, KEYS)
+        key_token_scale = tl.load(keys.token_scale + at * TILE + t).to(tl.float32)
+        if VALUES.DIM == VALUES.PADDED:
+            value_word = tl.load(values.codes + at * VALUE_BYTES + value_at)
         else:
-            value_ok = (value_row < VALUE_DIM // PER_BYTE)[:, None]
-            value_word = tl.load(vc_ptr + at * VALUE_BYTES + value_at, mask=value_ok, other=0)
-            vcs = tl.load(vcs_ptr + at * VALUE_DIM + out_channel, mask=out_channel < VALUE_DIM, other=0.0).to(
-                tl.float32
+            value_word = tl.load(
+                values.codes + at * VALUE_BYTES + value_at, mask=(value_row < VALUES.DIM // PER_BYTE)[:, None], other=0
             )
-        vts = tl.load(vts_ptr + at * TILE + t).to(tl.float32)
-        vzp = tl.load(vzp_ptr + at * TILE + t).to(tl.float32)
+        value_channel_scale = _by_channel(values.channel_scale, at, out_channel, VALUES)
+        value_token_scale = tl.load(values.token_scale + at * TILE + t).to(tl.float32)
+        value_zero_point = tl.load(values.zero_point + at * TILE + t).to(tl.float32)
         key_high, value_high = key_word, value_word
-        if KEY_BITS == 3:
-            key_high = tl.load(kc_ptr + at * KEY_BYTES + key_high_at, mask=(channel < KEY_DIM)[None, :], other=0)
-        if VALUE_BITS == 3:
-            value_ok = (value_row < VALUE_DIM // PER_BYTE)[:, None]
-            value_high = tl.load(vc_ptr + at * VALUE_BYTES + value_high_at, mask=value_ok, other=0)
+        if KEYS.BITS == 3:
+            key_high = tl.load(keys.codes + at * KEY_BYTES + key_high_at, mask=(channel < KEYS.DIM)[None, :], other=0)
+        if VALUES.BITS == 3:
+            held = (value_row < VALUES.DIM // PER_BYTE)[:, None]
+            value_high = tl.load(values.codes + at * VALUE_BYTES + value_high_at, mask=held, other=0)
 
-        x = q * kcs[:, None]  # [KEY_PAD, COLS]
-        largest = column_max(tl.abs(x), ASM) + 1e-30
-        zero = tl.sum(q * kzp[:, None], 0)
-        digits = to_digits(x, 32512.0 / largest, KEY_PAD, COLS, ASM)
-        s = codes_dot(
-            key_word,
-            key_high,
-            key_shift,
-            digits,
-            largest * (1.0 / 32512.0),
-            zero,
-            tl.sum(x, 0),
-            KEY_BITS,
-            True,
-            KEY_ROWS,
-            COLS,
-            ASM,
-        )
+        x = q * key_channel_scale[:, None]  # [KEYS.PADDED, COLS]
+        largest = column_max(tl.abs(x)) + 1e-30
+        zero = tl.sum(q * key_zero_point[:, None], 0)
+        s = codes_dot(Codes(key_word, key_high, key_shift), x, largest, zero, KEYS)
         s = tl.reshape(tl.permute(tl.reshape(s, (TILE // GROUP, NEAR, 8, COLS)), (0, 2, 1, 3)), (TILE, COLS))
-        s = near_first(s, TILE, NEAR, COLS)
-        s *= kts[:, None]
-        if PADDED or CAUSAL or WINDOW or CAP or MASK > 0:
-            position = sink_length + n * TILE + t
-            s = _bias(
-                s,
-                position,
-                mask_of_all,
-                column_ok,
-                head,
-                token,
-                length,
-                mask_ptr,
-                stride_m_h,
-                stride_m_q,
-                window,
-                cap,
-                QUERIES,
-                CAUSAL,
-                WINDOW,
-                CAP,
-                MASK,
-            )
-            if PADDED:
-                s = tl.where((position >= pad + sink_length)[:, None], s, float("-inf"))
+        s = near_first(s, NEAR) * key_token_scale[:, None]
+        if FORM.TILE_CAUSAL or FORM.WINDOW or FORM.CAP or sequence.mask is not None or sequence.pad is not None:
+            position = sequence.sink_length + n * TILE + t
+            s = _biased(s, position, mask_of_all, columns, sequence, FORM.TILE_CAUSAL, FORM)
+            if sequence.pad is not None:
+                s = tl.where((position >= sequence.pad + sequence.sink_length)[:, None], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
-        p = exp2(s - m_new[None, :], ASM)
-        alpha = exp2(m - m_new, ASM)
+        p = exp2(s - m_new[None, :])
+        alpha = exp2(m - m_new)
         m = m_new
         # Summed over a thread's own tokens only; over threads once, behind the loop.
         l = l * alpha[None, :] + tl.sum(tl.sum(tl.reshape(p, (TILE // GROUP, 8, NEAR, COLS)), 2), 0)
-        y = p * vts[:, None]  # [TILE, COLS]
-        largest = column_max(y, ASM) + 1e-30
-        zero = tl.sum(p * vzp[:, None], 0)
-        digits = to_digits(y, 32512.0 / largest, TILE, COLS, ASM)
-        o = codes_dot(
-            value_word,
-            value_high,
-            value_shift,
-            digits,
-            largest * (1.0 / 32512.0),
-            zero,
-            tl.sum(y, 0),
-            VALUE_BITS,
-            False,
-            VALUE_ROWS,
-            COLS,
-            ASM,
-        )
-        acc = acc * alpha[None, :] + o * vcs[:, None]
+        y = p * value_token_scale[:, None]  # [TILE, COLS]
+        largest = column_max(y) + 1e-30
+        zero = tl.sum(p * value_zero_point[:, None], 0)
+        o = codes_dot(Codes(value_word, value_high, value_shift), y, largest, zero, VALUES)
+        acc = acc * alpha[None, :] + o * value_channel_scale[:, None]
     total = tl.sum(l, 0)
     column = tl.arange(0, COLS)
     inverse = 1.0 / tl.where(total == 0, 1.0, total)
-    acc = _unrotated(acc * inverse[None, :], VALUE_PAD, VALUE_BLOCK_BITS, COLS, SPLIT_DTYPE)
-    out_channel = tl.arange(0, 16)[:, None] + (tl.arange(0, VALUE_PAD // 16) * 16)[None, :]
-    _keep(o_ptr + (column * VALUE_PAD)[None, None, :] + out_channel[:, :, None], acc)
-    _keep(lse_ptr + column, tl.where(total == 0, float("-inf"), m + tl.log2(total)))
+    acc = unrotated(acc * inverse[None, :], VALUES)
+    out_channel = tl.arange(0, 16)[:, None] + (tl.arange(0, VALUES.PADDED // 16) * 16)[None, :]
+    _keep(entry.out + (column * VALUES.PADDED)[None, None, :] + out_channel[:, :, None], acc)
+    _keep(entry.lse + column, tl.where(total == 0, float("-inf"), m + tl.log2(total)))
 
 
 @triton.jit
-def _position(index, pad, tail_start, sink_length):
+def _position(index, sequence):
     """Where dense tokens are in their row."""
-    return tl.where(index < sink_length, index + pad, tail_start + index - sink_length)
+    sink = index if sequence.pad is None else index + sequence.pad
+    return tl.where(index < sequence.sink_length, sink, sequence.tail_start + index - sequence.sink_length)
 
 
 @triton.jit
-def _write_token(
-    dk_ptr,
-    dv_ptr,
-    new_k_ptr,
-    new_v_ptr,
-    index_k,
-    index_v,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-):
-    """Store one new key and value, before this program reads them."""
-    channel, out_channel = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
-    k = tl.load(new_k_ptr + channel, mask=channel < KEY_DIM, other=0.0)
-    v = tl.load(new_v_ptr + out_channel, mask=out_channel < VALUE_DIM, other=0.0)
-    tl.store(dk_ptr + index_k + channel, k, mask=channel < KEY_DIM)
-    tl.store(dv_ptr + index_v + out_channel, v, mask=out_channel < VALUE_DIM)
-    tl.debug_barrier()
+def _attend_dense(q_ptr, scale, first, last, keys, values, with_run, sequence, columns, entry, FORM: tl.constexpr):
+    """Attention over dense tokens ``first .. last`` of one head, and over its padding ``with_run``.
 
-
-@triton.jit
-def _attend_dense(
-    q_ptr,
-    q_offset,
-    scale,
-    first,
-    last,
-    pad,
-    run_k_ptr,
-    run_v_ptr,
-    dk_ptr,
-    dv_ptr,
-    stride_dk_t,
-    stride_dv_t,
-    with_run,
-    tail_start,
-    sink_length,
-    column_ok,
-    head,
-    token,
-    length,
-    mask_ptr,
-    stride_m_h,
-    stride_m_q,
-    window,
-    cap,
-    o_ptr,
-    lse_ptr,
-    QUERIES: tl.constexpr,
-    COLS: tl.constexpr,
-    STORED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    MASK: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Attention over dense tokens ``first .. last`` of one head, in the model's own frame."""
-    channel, out_channel, x = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD), tl.arange(0, BLOCK)
+    There may be more ``columns`` than the entry has room for.
+    """
+    KEYS: tl.constexpr = FORM.KEYS
+    VALUES: tl.constexpr = FORM.VALUES
+    BLOCK: tl.constexpr = FORM.WORK.BLOCK
+    COLS: tl.constexpr = columns.known.shape[0]
+    channel, out_channel, x = tl.arange(0, KEYS.PADDED), tl.arange(0, VALUES.PADDED), tl.arange(0, BLOCK)
     q = tl.load(
-        q_ptr + q_offset[None, :] + channel[:, None], mask=(channel < KEY_DIM)[:, None] & column_ok[None, :], other=0.0
-    )  # [KEY_PAD, COLS]
+        q_ptr + columns.offset[None, :] + channel[:, None],
+        mask=(channel < KEYS.DIM)[:, None] & columns.known[None, :],
+        other=0.0,
+    )  # [KEYS.PADDED, COLS]
     m = tl.full([COLS], -1e30, tl.float32)
     l = tl.zeros([COLS], tl.float32)
-    acc = tl.zeros([VALUE_PAD, COLS], tl.float32)
+    acc = tl.zeros([VALUES.PADDED, COLS], tl.float32)
     coming = 0
-    if MASK > 2:
-        position = _position(first + x, pad, tail_start, sink_length)
-        coming = _mask_of_all(mask_ptr, position, length)
-    for start in tl.range(first, last, BLOCK, num_stages=STAGES):
+    if FORM.MASK_OF_ALL:
+        coming = _mask_of_all(_position(first + x, sequence), sequence)
+    for start in tl.range(first, last, BLOCK, num_stages=FORM.DENSE_STAGES):
         mask_of_all = coming
-        if MASK > 2:  # of the next block
-            position = _position(start + BLOCK + x, pad, tail_start, sink_length)
-            coming = _mask_of_all(mask_ptr, position, length)
+        if FORM.MASK_OF_ALL:  # of the next block
+            coming = _mask_of_all(_position(start + BLOCK + x, sequence), sequence)
         index = start + x
         row = tl.minimum(index, last - 1)  # rather than a mask: what is read twice gets no weight
-        key_at = dk_ptr + (row * stride_dk_t)[:, None] + channel[None, :]
-        value_at = dv_ptr + (row * stride_dv_t)[None, :] + out_channel[:, None]
-        if KEY_DIM == KEY_PAD:
-            k = tl.load(key_at)  # [BLOCK, KEY_PAD]
+        key_at = keys.ptr + (row * keys.stride)[:, None] + channel[None, :]
+        value_at = values.ptr + (row * values.stride)[None, :] + out_channel[:, None]
+        if KEYS.DIM == KEYS.PADDED:
+            k = tl.load(key_at)  # [BLOCK, KEYS.PADDED]
         else:
-            k = tl.load(key_at, mask=(channel < KEY_DIM)[None, :], other=0.0)
-        if VALUE_DIM == VALUE_PAD:
-            v = tl.load(value_at)  # [VALUE_PAD, BLOCK]
+            k = tl.load(key_at, mask=(channel < KEYS.DIM)[None, :], other=0.0)
+        if VALUES.DIM == VALUES.PADDED:
+            v = tl.load(value_at)  # [VALUES.PADDED, BLOCK]
         else:
-            v = tl.load(value_at, mask=(out_channel < VALUE_DIM)[:, None], other=0.0)
+            v = tl.load(value_at, mask=(out_channel < VALUES.DIM)[:, None], other=0.0)
         held = index < last
-        in_sink = index < sink_length
-        position = _position(index, pad, tail_start, sink_length)
-        if PADDED:
-            held &= (position < tail_start) | ~in_sink
+        in_sink = index < sequence.sink_length
+        position = _position(index, sequence)
+        if sequence.pad is not None:
+            held &= (position < sequence.tail_start) | ~in_sink
         s = tl.dot(k, q) * scale
-        s = _bias(
-            s,
-            position,
-            mask_of_all,
-            column_ok,
-            head,
-            token,
-            length,
-            mask_ptr,
-            stride_m_h,
-            stride_m_q,
-            window,
-            cap,
-            QUERIES,
-            CAUSAL,
-            WINDOW,
-            CAP,
-            MASK,
-        )
+        s = _biased(s, position, mask_of_all, columns, sequence, FORM.CAUSAL, FORM)
         s = tl.where(held[:, None], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 0))
-        p = exp2(s - m_new[None, :], ASM)
-        alpha = exp2(m - m_new, ASM)
+        p = exp2(s - m_new[None, :])
+        alpha = exp2(m - m_new)
         m = m_new
         l = l * alpha + tl.sum(p, 0)
         acc = tl.dot(v, p.to(v.dtype), acc * alpha[None, :])
-    if PADDED:
+    if sequence.pad is not None:
         if with_run:
             # One token stands for all of the row's padding: its score is computed once, and counts as often as it is
             # seen.
-            k = tl.load(run_k_ptr + channel, mask=channel < KEY_DIM, other=0.0).to(tl.float32)
-            v = tl.load(run_v_ptr + out_channel, mask=out_channel < VALUE_DIM, other=0.0).to(tl.float32)
+            k = load_channels(keys.run, channel, 1, KEYS).to(tl.float32)
+            v = load_channels(values.run, out_channel, 1, VALUES).to(tl.float32)
             plain = tl.sum(q.to(tl.float32) * k[:, None], 0) * scale
-            run = tl.minimum(pad, tail_start)
+            run = tl.minimum(sequence.pad, sequence.tail_start)
             for start in range(0, run, BLOCK):
                 position = start + x
                 mask_of_all = 0
-                if MASK > 2:
-                    mask_of_all = _mask_of_all(mask_ptr, position, length)
-                s = _bias(
-                    tl.broadcast_to(plain[None, :], (BLOCK, COLS)),
-                    position,
-                    mask_of_all,
-                    column_ok,
-                    head,
-                    token,
-                    length,
-                    mask_ptr,
-                    stride_m_h,
-                    stride_m_q,
-                    window,
-                    cap,
-                    QUERIES,
-                    CAUSAL,
-                    WINDOW,
-                    CAP,
-                    MASK,
-                )
+                if FORM.MASK_OF_ALL:
+                    mask_of_all = _mask_of_all(position, sequence)
+                s = tl.broadcast_to(plain[None, :], (BLOCK, COLS))
+                s = _biased(s, position, mask_of_all, columns, sequence, FORM.CAUSAL, FORM)
                 s = tl.where((position < run)[:, None], s, float("-inf"))
                 m_new = tl.maximum(m, tl.max(s, 0))
-                weight = tl.sum(exp2(s - m_new[None, :], ASM), 0)
-                alpha = exp2(m - m_new, ASM)
+                weight = tl.sum(exp2(s - m_new[None, :]), 0)
+                alpha = exp2(m - m_new)
                 m = m_new
                 l = l * alpha + weight
                 acc = acc * alpha[None, :] + v[:, None] * weight[None, :]
     column = tl.arange(0, COLS)
     inverse = 1.0 / tl.where(l == 0, 1.0, l)
-    stored = column < STORED
-    _keep(o_ptr + column[None, :] * VALUE_PAD + out_channel[:, None], acc * inverse[None, :], mask=stored[None, :])
-    _keep(lse_ptr + column, tl.where(l == 0, float("-inf"), m + tl.log2(l)), mask=stored)
+    room = column < FORM.WORK.COLS
+    _keep(
+        entry.out + column[None, :] * VALUES.PADDED + out_channel[:, None], acc * inverse[None, :], mask=room[None, :]
+    )
+    _keep(entry.lse + column, tl.where(l == 0, float("-inf"), m + tl.log2(l)), mask=room)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "count",
-        "capacity",
-        "dense_length",
-        "sink_length",
-        "scale",
-        "window",
-        "cap",
-        "lse_start",
-        "stride_m_b",
-        "stride_m_h",
-        "stride_m_q",
-    ]
-)
+@triton.jit
+def _entry(part_ptr, lse_start, index, FORM: tl.constexpr):
+    """:class:`Entry` number ``index`` of the workspace: outputs first, from ``lse_start`` on the log2-sum-exp2."""
+    COLS: tl.constexpr = FORM.WORK.COLS
+    return Entry(part_ptr + index * (COLS * FORM.VALUES.PADDED), part_ptr + lse_start + index * COLS)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=[
+    "stride_mb", "stride_mh", "stride_mq",
+    "count", "capacity", "dense_length", "sink_length", "scale", "window", "cap", "lse_start",
+])
 def split_kernel(
-    q_ptr,
-    kc_ptr,
-    kcs_ptr,
-    kts_ptr,
-    kzp_ptr,
-    vc_ptr,
-    vcs_ptr,
-    vts_ptr,
-    vzp_ptr,
-    prescale_ptr,
-    rows_ptr,
-    dk_ptr,
-    dv_ptr,
-    pad_ptr,
-    run_k_ptr,
-    run_v_ptr,
+    query_ptr,
+    key_codes_ptr, key_channel_scale_ptr, key_token_scale_ptr, key_zero_point_ptr,
+    value_codes_ptr, value_channel_scale_ptr, value_token_scale_ptr, value_zero_point_ptr,
+    prescale_ptr, rows_ptr,
+    dense_key_ptr, dense_value_ptr,
+    pad_ptr, run_key_ptr, run_value_ptr,
     mask_ptr,
-    progress_ptr,
-    new_k_ptr,
-    new_v_ptr,
+    counters_ptr, new_key_ptr, new_value_ptr,
     part_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_q,
-    stride_dk_b,
-    stride_dk_h,
-    stride_dk_t,
-    stride_dv_b,
-    stride_dv_h,
-    stride_dv_t,
-    stride_nk_b,
-    stride_nk_h,
-    stride_nv_b,
-    stride_nv_h,
-    stride_m_b,
-    stride_m_h,
-    stride_m_q,
-    heads,
-    count,
-    capacity,
-    dense_length,
-    sink_length,
-    scale,
-    window,
-    cap,
-    lse_start,
-    QUERIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COLS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    KEY_BLOCK_BITS: tl.constexpr,
-    VALUE_BLOCK_BITS: tl.constexpr,
-    PRESCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    TILE_CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    MASK: tl.constexpr,
-    SPLIT_DTYPE: tl.constexpr,
-    STAGES: tl.constexpr,
-    DENSE_STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    stride_qb, stride_qh, stride_qq,
+    stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt,
+    stride_new_kb, stride_new_kh, stride_new_vb, stride_new_vh,
+    stride_mb, stride_mh, stride_mq,
+    heads, count, capacity, dense_length, sink_length, scale, window, cap, lse_start,
+    FORM: tl.constexpr,
 ):
+    # fmt: on
     """One slice of one KV head's tokens, for ``COLS`` of its query heads x query tokens.
 
     The work is a list, blocks of dense tokens first and then tiles, two of which are as long as ``WEIGHT`` blocks.
     Slices are equally long, so that all programs, which run at once, also end at once. ``count`` and ``dense_length``
-    follow from ``progress`` (int64: tokens, tiles) where that is given.
+    follow from ``counters`` (int64: tokens, tiles, anything, whether there is no room) where that is given.
 
-    Grid: (batch * heads * column blocks, slices).
-    Reads: the query, and the slice's dense tokens and tiles, once.
-    Writes: output [COLS, VALUE_PAD] and log2-sum-exp2 [COLS] into the workspace, fp32: of its dense tokens, if it has
-        any, as entry ``slice`` (of ``dense_slices``), of its tiles as entry ``dense_slices + slice - skipped``. The
-        new token, where one is given, behind the dense tokens: only the last slice of these does, and reads it.
-    Precision: 16-bit digits, exact integer sums, fp32 softmax; fp16 or bf16 products for dense tokens.
-    Reference: kvarn_hf/reference/attention.py
+    Grid
+        ``(batch * heads * column blocks, slices)``.
+    Reads
+        The query, and the slice's dense tokens and tiles, once. A pointer is None where there is nothing of it.
+    Writes
+        :class:`Entry` of its dense tokens, if it has any, as number ``slice`` (of ``dense_slices``), of its tiles as
+        number ``dense_slices + slice - skipped``. The new token, where one is given, behind the dense tokens: only the
+        last slice of these does, and reads it.
+    Precision
+        16-bit digits, exact integer sums, fp32 softmax; fp16 or bf16 products for dense tokens.
+    Reference
+        ``kvarn_hf/method/attention.py``
     """
+    WORK: tl.constexpr = FORM.WORK
+    KEYS: tl.constexpr = FORM.KEYS
+    VALUES: tl.constexpr = FORM.VALUES
     unit, index = tl.program_id(0), tl.program_id(1)
     slices = tl.num_programs(1)
-    if progress_ptr is not None:
-        count, dense_length = _lengths(progress_ptr, sink_length, TILE)
-    BLOCKS: tl.constexpr = (COLUMNS + COLS - 1) // COLS
+    if counters_ptr is not None:
+        count, dense_length = _lengths(counters_ptr, WORK.TILE)
+    BLOCKS: tl.constexpr = (WORK.COLUMNS + WORK.COLS - 1) // WORK.COLS
     block, bh = unit % BLOCKS, unit // BLOCKS
     b, h = bh // heads, bh % heads
-    q_ptr += b.to(tl.int64) * stride_q_b
-    tail_start = sink_length + count * TILE
+    query_ptr += b.to(tl.int64) * stride_qb
+    tail_start = sink_length + count * WORK.TILE
     length = tail_start + dense_length - sink_length
-    pad = 0
-    if PADDED:
+    pad = None
+    if pad_ptr is not None:
         pad = tl.load(pad_ptr + b).to(tl.int32)
-        if progress_ptr is not None:  # sinks move behind the padding with the first tile
+        if counters_ptr is not None:  # sinks move behind the padding with the first tile
             pad = tl.where(count > 0, pad, 0)
-    if MASK > 0:
-        mask_ptr += b.to(tl.int64) * stride_m_b
-    blocks, dense_end, tiles_start, work, dense_slices, skipped = _cut(count, dense_length, slices, BLOCK, WEIGHT)
-    start = index * work // slices
-    end = (index + 1) * work // slices
-    first, last = _tiles_before(start, tiles_start, WEIGHT), _tiles_before(end, tiles_start, WEIGHT)
+    if mask_ptr is not None:
+        mask_ptr += b.to(tl.int64) * stride_mb
+    sequence = Sequence(pad, sink_length, tail_start, length, mask_ptr, stride_mh, stride_mq, window, cap)
+    cut = schedule(count, dense_length, slices, WORK)
+    start = index * cut.work // slices
+    end = (index + 1) * cut.work // slices
+    first, last = tiles_before(start, cut, WORK), tiles_before(end, cut, WORK)
     row = b.to(tl.int64)
-    if ROWS:
+    if rows_ptr is not None:
         row = tl.load(rows_ptr + b)
-    tile = (row * heads + h) * capacity
-    part = unit.to(tl.int64) * (dense_slices + slices - skipped)
-    if index < dense_slices:
-        WIDE: tl.constexpr = 8 if COLS < 8 else COLS  # the least a tensor core takes
-        first_dense = _blocks_before(start, blocks, dense_end) * BLOCK
-        last_dense = tl.minimum(_blocks_before(end, blocks, dense_end) * BLOCK, dense_length)
-        dk_ptr += b.to(tl.int64) * stride_dk_b + h * stride_dk_h
-        dv_ptr += b.to(tl.int64) * stride_dv_b + h * stride_dv_h
-        if new_k_ptr is not None:
+    arena = (row * heads + h) * capacity
+    part = unit.to(tl.int64) * (cut.dense_slices + slices - cut.skipped)
+    if index < cut.dense_slices:
+        WIDE: tl.constexpr = 8 if WORK.COLS < 8 else WORK.COLS  # the least a tensor core takes
+        first_dense = blocks_before(start, cut) * WORK.BLOCK
+        last_dense = tl.minimum(blocks_before(end, cut) * WORK.BLOCK, dense_length)
+        keys_ptr = dense_key_ptr + (b.to(tl.int64) * stride_kb + h * stride_kh)
+        values_ptr = dense_value_ptr + (b.to(tl.int64) * stride_vb + h * stride_vh)
+        if new_key_ptr is not None:
             if last_dense == dense_length:
-                if tl.load(progress_ptr + 3) == 0:  # it found room
-                    _write_token(
-                        dk_ptr,
-                        dv_ptr,
-                        new_k_ptr + b.to(tl.int64) * stride_nk_b + h * stride_nk_h,
-                        new_v_ptr + b.to(tl.int64) * stride_nv_b + h * stride_nv_h,
-                        (dense_length - 1) * stride_dk_t,
-                        (dense_length - 1) * stride_dv_t,
-                        KEY_DIM,
-                        KEY_PAD,
-                        VALUE_DIM,
-                        VALUE_PAD,
-                    )
-        dense_ok, dense_head, dense_token = _queries(block * COLS, h, WIDE, COLUMNS, QUERIES)
+                if tl.load(counters_ptr + 3) == 0:  # it found room
+                    new_key = new_key_ptr + b.to(tl.int64) * stride_new_kb + h * stride_new_kh
+                    new_value = new_value_ptr + b.to(tl.int64) * stride_new_vb + h * stride_new_vh
+                    key_at, value_at = (dense_length - 1) * stride_kt, (dense_length - 1) * stride_vt
+                    d, e = tl.arange(0, KEYS.PADDED), tl.arange(0, VALUES.PADDED)
+                    key, value = load_channels(new_key, d, 1, KEYS), load_channels(new_value, e, 1, VALUES)
+                    store_channels(keys_ptr + key_at, d, key, KEYS)
+                    store_channels(values_ptr + value_at, e, value, VALUES)
+                    tl.debug_barrier()  # this program reads them
+        columns = _columns(block * WORK.COLS, h, stride_qh, stride_qq, WIDE, WORK)
         _attend_dense(
-            q_ptr,
-            dense_head * stride_q_h + dense_token * stride_q_q,
+            query_ptr,
             scale,
             first_dense,
             last_dense,
-            pad,
-            run_k_ptr + bh * KEY_DIM if PADDED else run_k_ptr,
-            run_v_ptr + bh * VALUE_DIM if PADDED else run_v_ptr,
-            dk_ptr,
-            dv_ptr,
-            stride_dk_t,
-            stride_dv_t,
+            Dense(keys_ptr, stride_kt, None if run_key_ptr is None else run_key_ptr + bh * KEYS.DIM),
+            Dense(values_ptr, stride_vt, None if run_value_ptr is None else run_value_ptr + bh * VALUES.DIM),
             index == 0,
-            tail_start,
-            sink_length,
-            dense_ok,
-            dense_head,
-            dense_token,
-            length,
-            mask_ptr,
-            stride_m_h,
-            stride_m_q,
-            window,
-            cap,
-            part_ptr + (part + index) * (COLS * VALUE_PAD),
-            part_ptr + lse_start + (part + index) * COLS,
-            QUERIES,
-            WIDE,
-            COLS,
-            BLOCK,
-            KEY_DIM,
-            KEY_PAD,
-            VALUE_DIM,
-            VALUE_PAD,
-            PADDED,
-            CAUSAL,
-            WINDOW,
-            CAP,
-            MASK,
-            DENSE_STAGES,
-            ASM,
+            sequence,
+            columns,
+            _entry(part_ptr, lse_start, part + index, FORM),
+            FORM,
         )
-    if index >= skipped:
-        part += dense_slices + index - skipped
-        column_ok, head, token = _queries(block * COLS, h, COLS, COLUMNS, QUERIES)
-        q = _rotated_query(
-            q_ptr,
-            head * stride_q_h + token * stride_q_q,
-            column_ok,
-            prescale_ptr + bh * KEY_DIM if PRESCALE else prescale_ptr,
-            scale,
-            KEY_DIM,
-            KEY_PAD,
-            KEY_BLOCK_BITS,
-            COLS,
-            PRESCALE,
-            SPLIT_DTYPE,
-        )
-        if KEY_BLOCK_BITS > 0:
-            q *= 2.0 ** (-0.5 * KEY_BLOCK_BITS)
+    if index >= cut.skipped:
+        tiles_part = part + (cut.dense_slices + index - cut.skipped)
+        columns = _columns(block * WORK.COLS, h, stride_qh, stride_qq, WORK.COLS, WORK)
+        of_head = None if prescale_ptr is None else prescale_ptr + bh * KEYS.DIM
+        q = rotated_query(query_ptr, columns, of_head, scale, KEYS)
+        if KEYS.BLOCK > 1:
+            q *= 2.0 ** (-0.5 * block_bits(KEYS.BLOCK))
         _attend_tiles(
             q,
             first,
             last,
-            tile,
-            pad,
-            sink_length,
-            column_ok,
-            head,
-            token,
-            length,
-            mask_ptr,
-            stride_m_h,
-            stride_m_q,
-            window,
-            cap,
-            kc_ptr,
-            kcs_ptr,
-            kts_ptr,
-            kzp_ptr,
-            vc_ptr,
-            vcs_ptr,
-            vts_ptr,
-            vzp_ptr,
-            part_ptr + part * (COLS * VALUE_PAD),
-            part_ptr + lse_start + part * COLS,
-            QUERIES,
-            COLS,
-            TILE,
-            KEY_DIM,
-            KEY_PAD,
-            VALUE_DIM,
-            VALUE_PAD,
-            KEY_BITS,
-            VALUE_BITS,
-            VALUE_BLOCK_BITS,
-            SPLIT_DTYPE,
-            PADDED,
-            TILE_CAUSAL,
-            WINDOW,
-            CAP,
-            MASK,
-            STAGES,
-            ASM,
+            arena,
+            Packed(key_codes_ptr, key_channel_scale_ptr, key_token_scale_ptr, key_zero_point_ptr),
+            Packed(value_codes_ptr, value_channel_scale_ptr, value_token_scale_ptr, value_zero_point_ptr),
+            sequence,
+            columns,
+            _entry(part_ptr, lse_start, tiles_part, FORM),
+            FORM,
         )
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["entries", "slices", "sink_length", "lse_start"])
 def combine_kernel(
-    part_ptr,
-    sinks_ptr,
-    out_ptr,
-    progress_ptr,
-    heads,
-    entries,
-    slices,
-    sink_length,
-    lse_start,
-    QUERIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COLS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    ENTRIES_PAD: tl.constexpr,
+    part_ptr, sinks_ptr, out_ptr, counters_ptr,
+    heads, entries, slices, sink_length, lse_start,
+    WORK: tl.constexpr,
+    VALUES: tl.constexpr,
+    ENTRIES: tl.constexpr,
     TAKEN: tl.constexpr,
     CHANNELS: tl.constexpr,
-    SINKS: tl.constexpr,
 ):
+    # fmt: on
     """``out = (sum_s w_s o_s) / (sum_s w_s + exp(sink))``, with ``w_s = exp(lse_s)``.
 
-    Grid: (batch * heads, blocks of TAKEN columns, blocks of CHANNELS channels); columns are query heads per KV head x
-        query tokens, and TAKEN divides COLS.
-    Reads: the workspace of :func:`split_kernel`, and ``progress`` where given: then ``entries`` follows from it.
-    Writes: out [batch, QUERIES, query heads, VALUE_DIM]; NaN if ``progress`` says that a token found no room.
-    Reference: kvarn_hf/reference/attention.py
+    Grid
+        ``(batch * heads, blocks of TAKEN columns, blocks of CHANNELS channels)``; TAKEN divides COLS.
+    Reads
+        The ``entries`` (at most ENTRIES, a power of two) of :func:`split_kernel` in the workspace, and ``counters``
+        where given: then ``entries`` follows from them. sinks ``[query heads]``, or None.
+    Writes
+        out ``[batch, QUERIES, query heads, VALUES.DIM]``; NaN if ``counters`` say that a token found no room.
+    Reference
+        ``kvarn_hf/method/attention.py``
     """
-    if progress_ptr is not None:
-        count, dense_length = _lengths(progress_ptr, sink_length, TILE)
-        _, _, _, _, dense_slices, skipped = _cut(count, dense_length, slices, BLOCK, WEIGHT)
-        entries = dense_slices + slices - skipped
+    if counters_ptr is not None:
+        count, dense_length = _lengths(counters_ptr, WORK.TILE)
+        cut = schedule(count, dense_length, slices, WORK)
+        entries = cut.dense_slices + slices - cut.skipped
     bh, first = tl.program_id(0), tl.program_id(1) * TAKEN
-    unit = bh * ((COLUMNS + COLS - 1) // COLS) + first // COLS
-    column_ok, head, token = _queries(first, bh % heads, TAKEN, COLUMNS, QUERIES)
-    channel, entry = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, ENTRIES_PAD)
-    at = (unit.to(tl.int64) * entries + entry)[:, None] * COLS + (first % COLS + tl.arange(0, TAKEN))[None, :]
+    unit = bh * ((WORK.COLUMNS + WORK.COLS - 1) // WORK.COLS) + first // WORK.COLS
+    columns = _columns(first, bh % heads, 0, 0, TAKEN, WORK)
+    channel, entry = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, ENTRIES)
+    at = (unit.to(tl.int64) * entries + entry)[:, None] * WORK.COLS + (first % WORK.COLS + tl.arange(0, TAKEN))[None, :]
     held = (entry < entries)[:, None]
     # Both loads before anything waits for one.
-    o = tl.load(part_ptr + at[:, :, None] * VALUE_PAD + channel[None, None, :], mask=held[:, :, None], other=0.0)
+    o = tl.load(part_ptr + at[:, :, None] * VALUES.PADDED + channel[None, None, :], mask=held[:, :, None], other=0.0)
     lse = tl.load(part_ptr + lse_start + at, mask=held, other=float("-inf"))
     m = tl.max(lse, 0)
-    if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=column_ok, other=0.0).to(tl.float32) * 1.4426950408889634
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + columns.head, mask=columns.known, other=0.0).to(tl.float32) * LOG2E
         m = tl.maximum(m, sink)
     m = tl.where(m == float("-inf"), 0.0, m)  # a query that sees nothing gets zeros
     weight = tl.exp2(lse - m[None, :])
     total = tl.sum(weight, 0)
-    if SINKS:
+    if sinks_ptr is not None:
         total += tl.exp2(sink - m)
     out = tl.sum(o * weight[:, :, None], 0) / tl.where(total == 0, 1.0, total)[:, None]
-    if progress_ptr is not None:
-        out = tl.where(tl.load(progress_ptr + 3) != 0, float("nan"), out)
-    b, query_heads = bh // heads, heads * (COLUMNS // QUERIES)
-    at = ((b * QUERIES + token) * query_heads + head).to(tl.int64) * VALUE_DIM
-    known = column_ok[:, None] & (channel < VALUE_DIM)[None, :]
+    if counters_ptr is not None:
+        out = tl.where(tl.load(counters_ptr + 3) != 0, float("nan"), out)
+    b, query_heads = bh // heads, heads * (WORK.COLUMNS // WORK.QUERIES)
+    at = ((b * WORK.QUERIES + columns.token) * query_heads + columns.head).to(tl.int64) * VALUES.DIM
+    known = columns.known[:, None] & (channel < VALUES.DIM)[None, :]
     tl.store(out_ptr + at[:, None] + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=known)

@@ -10,39 +10,71 @@ The loops over the codes of a byte stay rolled: unrolled, their code would overf
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from kvarn_kernels.arithmetic import centre, exponent_of, power_of_two, reciprocal
-from kvarn_kernels.launch import Call, launch, padded, rotation_block
+from kvarn_kernels.arithmetic import INTERPRETED, centre, exponent_of, power_of_two, reciprocal
+from kvarn_kernels.bundles import Held, Packed, Side, tile_at
+from kvarn_kernels.launch import Call, launch, side
 
 # Channels to a program, at most: more would not fit the registers of one warp.
 _CHANNELS = 128
 # Programs to a tile's channels: two even out the last wave of programs.
-_PIECES = 2
+_PIECES = tl.constexpr(2)
+
+
+class Form(NamedTuple):
+    """What the kernel is compiled for.
+
+    TILE : tokens of a tile
+    KEYS, VALUES : Side; CHUNK, a multiple of 32, are the channels of one program
+    """
+
+    TILE: int
+    KEYS: Side
+    VALUES: Side
+
+
+class Dense(NamedTuple):
+    """Dense keys or values of one head.
+
+    ptr, stride_token, stride_channel : the sinks, then the tail
+    run : pointer to the token of the row's padding; None if no row has any
+    pad : length of that run, or None
+    sink_length : how many sinks there are
+    """
+
+    ptr: Any
+    stride_token: Any
+    stride_channel: Any
+    run: Any
+    pad: Any
+    sink_length: Any
 
 
 @triton.jit
-def _vector(start, OUTER: tl.constexpr):
-    """Channels ``start`` on, ``[4, 1, OUTER, 8]``."""
-    outer = tl.arange(0, OUTER)[None, None, :, None] * 32
+def _vector(start, SIDE: tl.constexpr):
+    """Channels ``start`` on, ``[4, 1, CHUNK / 32, 8]``."""
+    outer = tl.arange(0, SIDE.CHUNK // 32)[None, None, :, None] * 32
     return start + outer + tl.arange(0, 4)[:, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, :]
 
 
 @triton.jit
-def _by_channel(ptr, start, other, OUTER: tl.constexpr, DIM: tl.constexpr):
-    """``ptr[channel]`` for channels ``start`` on, the same for every token: ``[4, 8, OUTER, 8]``."""
+def _by_channel(ptr, start, other, SIDE: tl.constexpr):
+    """``ptr[channel]`` in float32 for channels ``start`` on, the same for every token: ``[4, 8, CHUNK / 32, 8]``."""
     # Pointers, not values, are broadcast: then they are loaded in the layout in which they are used.
-    c = tl.broadcast_to(_vector(start, OUTER), (4, 8, OUTER, 8))
-    if DIM % (OUTER * 32) == 0:
-        return tl.load(ptr + c)
+    c = tl.broadcast_to(_vector(start, SIDE), (4, 8, SIDE.CHUNK // 32, 8))
+    if SIDE.DIM % SIDE.CHUNK == 0:
+        return tl.load(ptr + c).to(tl.float32)
     else:
-        return tl.load(ptr + c, mask=c < DIM, other=other)
+        return tl.load(ptr + c, mask=c < SIDE.DIM, other=other).to(tl.float32)
 
 
 @triton.jit
-def _field(byte, shift, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
+def _field(byte, shift, WIDTH: tl.constexpr):
     """The code of WIDTH bits from ``shift`` on in every byte: float16, or float32 where interpreted."""
     if INTERPRETED:
         return ((byte >> shift) & (2**WIDTH - 1)).to(tl.float32) - centre(WIDTH)
@@ -59,12 +91,7 @@ def _field(byte, shift, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
             add.rn.f16x2 $1, $1, $9;
             }""",
             "=&r,=&r,r,r,r,r,r,r,r,r",
-            [
-                byte,
-                tl.full([], 2**WIDTH - 1, tl.uint8),
-                shift,
-                tl.full([], -1024.0 - centre(WIDTH), tl.float16),
-            ],
+            [byte, tl.full([], 2**WIDTH - 1, tl.uint8), shift, tl.full([], -1024.0 - centre(WIDTH), tl.float16)],
             dtype=tl.float16,
             is_pure=True,
             pack=4,
@@ -72,7 +99,7 @@ def _field(byte, shift, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _operand(x, y, z, INTERPRETED: tl.constexpr):
+def _operand(x, y, z):
     """``x * y + z``, rounded once."""
     if INTERPRETED:
         return x * y + z
@@ -93,8 +120,9 @@ def _signs(BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _product(x, signs, total, OUTER: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``total`` plus ``x`` ``[4, 8, OUTER, 8]`` transformed over channel bits 0, 1, 3 and 4: ``[OUTER * 16, 16]``."""
+def _product(x, signs, total):
+    """``total`` plus ``x`` ``[4, 8, outer, 8]`` transformed over channel bits 0, 1, 3 and 4: ``[outer * 16, 16]``."""
+    OUTER: tl.constexpr = x.shape[2]
     x = tl.permute(tl.reshape(x, (4, 8, OUTER, 2, 2, 2)), (2, 3, 1, 4, 0, 5))
     return tl.dot(tl.reshape(x, (OUTER * 16, 16)), signs, total, input_precision="ieee" if INTERPRETED else None)
 
@@ -106,8 +134,9 @@ def _butterfly(x, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 
 @triton.jit
-def _transformed(x, OUTER: tl.constexpr, BLOCK: tl.constexpr):
-    """What :func:`_product` gave, transformed over channel bits 2, 5 and 6 too, ``[4, 8, OUTER, 8]``."""
+def _transformed(x, BLOCK: tl.constexpr):
+    """What :func:`_product` gave, transformed over channel bits 2, 5 and 6 too, ``[4, 8, outer, 8]``."""
+    OUTER: tl.constexpr = x.shape[0] // 16
     x = _butterfly(x, OUTER, 128)
     if BLOCK > 32 and OUTER > 1:
         x = _butterfly(x, OUTER // 2, 256)
@@ -123,72 +152,55 @@ def _sign(a, b):
 
 
 @triton.jit
-def _store(
-    out_ptr,
-    x,
-    t,
-    start,
-    tile_position,
-    dense_ptr,
-    stride_t,
-    stride_d,
-    run_ptr,
-    pad,
-    sink_length,
-    OUTER: tl.constexpr,
-    DIM: tl.constexpr,
-):
+def _store(out_ptr, x, t, start, tile_position, dense, SIDE: tl.constexpr):
     """Write tokens ``t`` ``[8]`` of a tile; where left padding has put the run's token or a sink, those instead."""
-    d = _vector(start, OUTER)
+    d = _vector(start, SIDE)
     x = x.to(out_ptr.dtype.element_ty)
     t = t[None, :, None, None]
-    real = (d < DIM) & (t >= 0)
-    if pad is not None:
-        slot = tile_position + t - pad
-        in_run, in_sink = slot < 0, (slot >= 0) & (slot < sink_length)
-        run = tl.load(run_ptr + d + 0 * t, mask=in_run & real, other=0.0)
-        sink = tl.load(dense_ptr + slot * stride_t + d.to(tl.int64) * stride_d, mask=in_sink & real, other=0.0)
+    real = (d < SIDE.DIM) & (t >= 0)
+    if dense.pad is not None:
+        slot = tile_position + t - dense.pad
+        in_run, in_sink = slot < 0, (slot >= 0) & (slot < dense.sink_length)
+        run = tl.load(dense.run + d + 0 * t, mask=in_run & real, other=0.0)
+        sink_ptrs = dense.ptr + slot * dense.stride_token + d.to(tl.int64) * dense.stride_channel
+        sink = tl.load(sink_ptrs, mask=in_sink & real, other=0.0)
         x = tl.where(in_run, run, tl.where(in_sink, sink, x))
-    where = out_ptr + tile_position * DIM + (t * DIM + d)
-    if DIM % (OUTER * 32) == 0:
+    where = out_ptr + tile_position * SIDE.DIM + (t * SIDE.DIM + d)
+    if SIDE.DIM % SIDE.CHUNK == 0:
         tl.store(where, x)
     else:
         tl.store(where, x, mask=real)
 
 
 @triton.jit
-def _key_bytes(codes_ptr, row, start, OUTER: tl.constexpr, DIM: tl.constexpr):
-    """Bytes of rows ``row`` to ``row + 7``, ``[4, 8, OUTER, 8]``."""
-    c = _vector(start, OUTER)
-    where = codes_ptr + (row + tl.arange(0, 8))[None, :, None, None] * DIM + c
-    if DIM % (OUTER * 32) == 0:
+def _key_bytes(codes_ptr, row, start, SIDE: tl.constexpr):
+    """Bytes of rows ``row`` to ``row + 7``, ``[4, 8, CHUNK / 32, 8]``."""
+    c = _vector(start, SIDE)
+    where = codes_ptr + (row + tl.arange(0, 8))[None, :, None, None] * SIDE.DIM + c
+    if SIDE.DIM % SIDE.CHUNK == 0:
         return tl.load(where)
     else:
-        return tl.load(where, mask=c < DIM, other=0)
+        return tl.load(where, mask=c < SIDE.DIM, other=0)
 
 
 @triton.jit
-def _key_codes(
-    byte,
-    high,
-    row,
-    i,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _key_codes(byte, high, row, i, BITS: tl.constexpr, TILE: tl.constexpr):
     """Codes ``i`` of the bytes: those of the tokens ``row + i * (rows of bytes)``."""
     if BITS == 3:
         # Rows of high bits are half as many, and hold eight tokens' each.
         half = row // (TILE // 8)
-        return _field(byte, 2 * i, 2, INTERPRETED) + 4.0 * _field(high, half + 2 * i, 1, INTERPRETED)
+        return _field(byte, 2 * i, 2) + 4.0 * _field(high, half + 2 * i, 1)
     else:
-        return _field(byte, i * BITS, BITS, INTERPRETED)
+        return _field(byte, i * BITS, BITS)
 
 
 @triton.jit
-def _value_words(codes_ptr, t, first, SUB: tl.constexpr, HELD: tl.constexpr, OUTER: tl.constexpr, TILE: tl.constexpr):
-    """Tokens ``t`` to ``t + 31`` of rows ``first`` on of HELD, four bytes to a word: ``[4, 8, OUTER, SUB]``."""
+def _value_words(codes_ptr, t, start, SUB: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr):
+    """Tokens ``t`` to ``t + 31``, four bytes to a word, of the rows of channels ``start`` on, SUB of them to eight
+    channels: ``[4, 8, CHUNK / 32, SUB]``."""
+    OUTER: tl.constexpr = SIDE.CHUNK // 32
+    HELD: tl.constexpr = SIDE.DIM // 8 * SUB
+    first = start // (8 // SUB)
     outer, sub = tl.arange(0, OUTER)[None, None, :, None], tl.arange(0, SUB)[None, None, None, :]
     row = first + (outer * 4 + tl.arange(0, 4)[:, None, None, None]) * SUB + sub
     words_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -202,15 +214,7 @@ def _value_words(codes_ptr, t, first, SUB: tl.constexpr, HELD: tl.constexpr, OUT
 
 
 @triton.jit
-def _two_fields(
-    word,
-    i,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CENTRE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _two_fields(word, i, A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, CENTRE: tl.constexpr):
     """The numbers of WIDTH bits from A and from B on in byte ``i`` of every word, less CENTRE: as :func:`_field`."""
     MASK: tl.constexpr = 2**WIDTH - 1
     if INTERPRETED:
@@ -244,413 +248,239 @@ def _two_fields(
 
 
 @triton.jit
-def _value_codes(
-    word,
-    high,
-    i,
-    BITS: tl.constexpr,
-    OUTER: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Codes of byte ``i`` of every word, less half their range: ``[4, 8, OUTER, 8]``."""
+def _value_codes(word, high, i, BITS: tl.constexpr):
+    """Codes of byte ``i`` of every word, less half their range: ``[4, 8, outer, 8]``."""
     CENTRE: tl.constexpr = 2 ** (BITS - 1)
     if BITS == 8:
-        x, _ = _two_fields(word, i, 0, 0, 8, CENTRE, INTERPRETED)
+        x, _ = _two_fields(word, i, 0, 0, 8, CENTRE)
     elif BITS == 4:
-        a, b = _two_fields(word, i, 0, 4, 4, CENTRE, INTERPRETED)
+        a, b = _two_fields(word, i, 0, 4, 4, CENTRE)
         x = tl.join(a, b)
     else:
-        a, b = _two_fields(word, i, 0, 2, 2, CENTRE, INTERPRETED)
-        c, d = _two_fields(word, i, 4, 6, 2, CENTRE, INTERPRETED)
+        a, b = _two_fields(word, i, 0, 2, 2, CENTRE)
+        c, d = _two_fields(word, i, 4, 6, 2, CENTRE)
         if BITS == 3:
-            e, f = _two_fields(high, i, 0, 1, 1, 0, INTERPRETED)
-            g, h = _two_fields(high, i, 2, 3, 1, 0, INTERPRETED)
+            e, f = _two_fields(high, i, 0, 1, 1, 0)
+            g, h = _two_fields(high, i, 2, 3, 1, 0)
             a, b, c, d = a + 4.0 * e, b + 4.0 * f, c + 4.0 * g, d + 4.0 * h
         x = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(x, (4, 8, OUTER, 8))
+    return tl.reshape(x, (4, 8, word.shape[2], 8))
 
 
 @triton.jit
-def _high_words(codes_ptr, t, start, OUTER: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
+def _high_words(codes_ptr, t, start, TILE: tl.constexpr, SIDE: tl.constexpr):
     """The high bits of the words of a 3-bit tile, from bit 0 of every byte on; a row of them holds eight channels."""
-    high = _value_words(codes_ptr + DIM // 4 * TILE, t, start // 8, 1, DIM // 8, OUTER, TILE)
+    high = _value_words(codes_ptr + SIDE.DIM // 4 * TILE, t, start, 1, TILE, SIDE)
     return high >> (4 * tl.arange(0, 2))[None, None, None, :]
+
+
+@triton.constexpr_function
+def _chunks(side):
+    """How many chunks a chunk mixes with in the rotation, itself included: those of its block."""
+    return max(1, side.BLOCK // side.CHUNK)
 
 
 @triton.jit
 def _dequantize_keys(
-    codes_ptr,
-    channel_scale_ptr,
-    token_scale_ptr,
-    zero_point_ptr,
-    prescale_ptr,
-    out_ptr,
-    tile_position,
-    dense_ptr,
-    stride_t,
-    stride_d,
-    run_ptr,
-    pad,
-    sink_length,
-    start,
-    piece,
-    PIECES: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    OUTER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROTATED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    packed, prescale_ptr, out_ptr, tile_position, dense, start, piece, TILE: tl.constexpr, SIDE: tl.constexpr
 ):
     """Channels ``start`` on of a piece of one tile.
 
     ``token_scale * ((codes * channel_scale + zero_point) @ H) / prescale``
     """
+    BITS: tl.constexpr = SIDE.BITS
+    CHUNK: tl.constexpr = SIDE.CHUNK
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
     ROWS: tl.constexpr = TILE * WIDTH // 8
-    STEPS: tl.constexpr = ROWS // 8 // PIECES
-    CHANNELS: tl.constexpr = OUTER * 32
-    # The channels that these mix with: their own block of the rotation.
-    CHUNKS: tl.constexpr = BLOCK // CHANNELS if ROTATED and BLOCK > CHANNELS else 1
+    STEPS: tl.constexpr = ROWS // 8 // _PIECES
+    ROTATED: tl.constexpr = SIDE.BLOCK > 1
+    CHUNKS: tl.constexpr = _chunks(SIDE)
     DTYPE: tl.constexpr = tl.float16 if ROTATED and not INTERPRETED else tl.float32
     LARGEST_CODE: tl.constexpr = centre(BITS) if centre(BITS) > 0 else 2**BITS - 1
-    first = start // (CHUNKS * CHANNELS) * (CHUNKS * CHANNELS)
+    high_ptr = packed.codes + ROWS * SIDE.DIM
+    first = start // (CHUNKS * CHUNK) * (CHUNKS * CHUNK)
     row = piece * (STEPS * 8)
     if CHUNKS == 1:
-        byte = _key_bytes(codes_ptr, row, start, OUTER, DIM)
+        byte = _key_bytes(packed.codes, row, start, SIDE)
     unit = 1.0
     factor = 1.0
     signs = 0
     if ROTATED:
-        mixed = first + tl.arange(0, CHUNKS * CHANNELS)
-        span = tl.load(channel_scale_ptr + mixed, mask=mixed < DIM, other=0.0).to(tl.float32) * LARGEST_CODE
-        span += tl.abs(tl.load(zero_point_ptr + mixed, mask=mixed < DIM, other=0.0).to(tl.float32))
+        mixed = first + tl.arange(0, CHUNKS * CHUNK)
+        span = tl.load(packed.channel_scale + mixed, mask=mixed < SIDE.DIM, other=0.0).to(tl.float32) * LARGEST_CODE
+        span += tl.abs(tl.load(packed.zero_point + mixed, mask=mixed < SIDE.DIM, other=0.0).to(tl.float32))
         exponent = exponent_of(tl.max(span, 0)) + 1
-        unit, factor = power_of_two(-exponent), power_of_two(exponent) * BLOCK**-0.5
-        signs = _signs(BLOCK, DTYPE)
-    scale = (_by_channel(channel_scale_ptr, start, 0.0, OUTER, DIM).to(tl.float32) * unit).to(DTYPE)
-    zero = (_by_channel(zero_point_ptr, start, 0.0, OUTER, DIM).to(tl.float32) * unit).to(DTYPE)
+        unit, factor = power_of_two(-exponent), power_of_two(exponent) * SIDE.BLOCK**-0.5
+        signs = _signs(SIDE.BLOCK, DTYPE)
+    scale = (_by_channel(packed.channel_scale, start, 0.0, SIDE) * unit).to(DTYPE)
+    zero = (_by_channel(packed.zero_point, start, 0.0, SIDE) * unit).to(DTYPE)
     if prescale_ptr is not None:
-        inverse = reciprocal(_by_channel(prescale_ptr, start, 1.0, OUTER, DIM).to(tl.float32), INTERPRETED)
+        inverse = reciprocal(_by_channel(prescale_ptr, start, 1.0, SIDE))
     for step in range(STEPS):
         if CHUNKS == 1:
             high = 0
             if BITS == 3:
-                high = _key_bytes(codes_ptr + ROWS * DIM, row % (TILE // 8), start, OUTER, DIM)
+                high = _key_bytes(high_ptr, row % (TILE // 8), start, SIDE)
             # The next step's bytes are on their way during this one's work.
             current = byte
-            byte = _key_bytes(codes_ptr, row + (8 if step + 1 < STEPS else 0), start, OUTER, DIM)
+            byte = _key_bytes(packed.codes, row + (8 if step + 1 < STEPS else 0), start, SIDE)
         for i in range(8 // WIDTH):
             t = row + i * ROWS + tl.arange(0, 8)
-            token_scale = tl.load(token_scale_ptr + t).to(tl.float32) * factor
+            token_scale = tl.load(packed.token_scale + t).to(tl.float32) * factor
             if ROTATED:
-                x = tl.zeros([OUTER * 16, 16], tl.float32)
+                x = tl.zeros([CHUNK // 2, 16], tl.float32)
                 for chunk in tl.static_range(CHUNKS):
                     if CHUNKS > 1:
-                        c = first + chunk * CHANNELS
-                        sign = unit * _sign((start - first) // CHANNELS, chunk)
-                        scale = (_by_channel(channel_scale_ptr, c, 0.0, OUTER, DIM).to(tl.float32) * sign).to(DTYPE)
-                        zero = (_by_channel(zero_point_ptr, c, 0.0, OUTER, DIM).to(tl.float32) * sign).to(DTYPE)
-                        current = _key_bytes(codes_ptr, row, c, OUTER, DIM)
+                        c = first + chunk * CHUNK
+                        sign = unit * _sign((start - first) // CHUNK, chunk)
+                        scale = (_by_channel(packed.channel_scale, c, 0.0, SIDE) * sign).to(DTYPE)
+                        zero = (_by_channel(packed.zero_point, c, 0.0, SIDE) * sign).to(DTYPE)
+                        current = _key_bytes(packed.codes, row, c, SIDE)
                         high = 0
                         if BITS == 3:
-                            high = _key_bytes(codes_ptr + ROWS * DIM, row % (TILE // 8), c, OUTER, DIM)
-                    codes = _key_codes(current, high, row, i, BITS, TILE, INTERPRETED)
-                    x = _product(_operand(codes, scale, zero, INTERPRETED), signs, x, OUTER, INTERPRETED)
-                x = _transformed(x, OUTER, BLOCK)
+                            high = _key_bytes(high_ptr, row % (TILE // 8), c, SIDE)
+                    codes = _key_codes(current, high, row, i, BITS, TILE)
+                    x = _product(_operand(codes, scale, zero), signs, x)
+                x = _transformed(x, SIDE.BLOCK)
             else:
-                x = _key_codes(current, high, row, i, BITS, TILE, INTERPRETED).to(tl.float32) * scale + zero
+                x = _key_codes(current, high, row, i, BITS, TILE).to(tl.float32) * scale + zero
             x *= token_scale[None, :, None, None]
             if prescale_ptr is not None:
                 x *= inverse
-            _store(
-                out_ptr,
-                x,
-                t,
-                start,
-                tile_position,
-                dense_ptr,
-                stride_t,
-                stride_d,
-                run_ptr,
-                pad,
-                sink_length,
-                OUTER,
-                DIM,
-            )
+            _store(out_ptr, x, t, start, tile_position, dense, SIDE)
         row += 8
 
 
 @triton.jit
-def _dequantize_values(
-    codes_ptr,
-    channel_scale_ptr,
-    token_scale_ptr,
-    zero_point_ptr,
-    out_ptr,
-    tile_position,
-    dense_ptr,
-    stride_t,
-    stride_d,
-    run_ptr,
-    pad,
-    sink_length,
-    start,
-    piece,
-    PIECES: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    OUTER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROTATED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _dequantize_values(packed, out_ptr, tile_position, dense, start, piece, TILE: tl.constexpr, SIDE: tl.constexpr):
     """Channels ``start`` on of a piece of one tile.
 
     ``token_scale * ((codes * channel_scale) @ H) + zero_point * (channel_scale @ H)``
     """
+    BITS: tl.constexpr = SIDE.BITS
+    CHUNK: tl.constexpr = SIDE.CHUNK
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    PER_BYTE: tl.constexpr = 8 // WIDTH
     # Codes count from the middle of their range here, whatever the zero point counts from.
     CENTRE: tl.constexpr = 2 ** (BITS - 1)
-    CHANNELS: tl.constexpr = OUTER * 32
-    CHUNKS: tl.constexpr = BLOCK // CHANNELS if ROTATED and BLOCK > CHANNELS else 1
-    STEPS: tl.constexpr = TILE // 32 // PIECES
+    STEPS: tl.constexpr = TILE // 32 // _PIECES
+    ROTATED: tl.constexpr = SIDE.BLOCK > 1
+    CHUNKS: tl.constexpr = _chunks(SIDE)
     DTYPE: tl.constexpr = tl.float16 if ROTATED and not INTERPRETED else tl.float32
-    first = start // (CHUNKS * CHANNELS) * (CHUNKS * CHANNELS)
+    first = start // (CHUNKS * CHUNK) * (CHUNKS * CHUNK)
     begin = piece * (STEPS * 32)
     if CHUNKS == 1:
-        following = _value_words(codes_ptr, begin, start // PER_BYTE, WIDTH, DIM // PER_BYTE, OUTER, TILE)
+        following = _value_words(packed.codes, begin, start, WIDTH, TILE, SIDE)
     factor = 1.0
     unit = 1.0
     signs = 0
     if ROTATED:
-        mixed = first + tl.arange(0, CHUNKS * CHANNELS)
-        largest = tl.max(tl.load(channel_scale_ptr + mixed, mask=mixed < DIM, other=0.0).to(tl.float32), 0)
+        mixed = first + tl.arange(0, CHUNKS * CHUNK)
+        largest = tl.max(tl.load(packed.channel_scale + mixed, mask=mixed < SIDE.DIM, other=0.0).to(tl.float32), 0)
         # The centred codes are as large as CENTRE.
         exponent = exponent_of(largest) + BITS
-        unit, factor = power_of_two(-exponent), power_of_two(exponent) * BLOCK**-0.5
-        signs = _signs(BLOCK, DTYPE)
-        total = tl.zeros([OUTER * 16, 16], tl.float32)
+        unit, factor = power_of_two(-exponent), power_of_two(exponent) * SIDE.BLOCK**-0.5
+        signs = _signs(SIDE.BLOCK, DTYPE)
+        total = tl.zeros([CHUNK // 2, 16], tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            sign = unit * _sign((start - first) // CHANNELS, chunk)
-            scale = (
-                _by_channel(channel_scale_ptr, first + chunk * CHANNELS, 0.0, OUTER, DIM).to(tl.float32) * sign
-            ).to(DTYPE)
-            total = _product(scale, signs, total, OUTER, INTERPRETED)
-        of_ones = _transformed(total, OUTER, BLOCK)
+            sign = unit * _sign((start - first) // CHUNK, chunk)
+            scale = (_by_channel(packed.channel_scale, first + chunk * CHUNK, 0.0, SIDE) * sign).to(DTYPE)
+            total = _product(scale, signs, total)
+        of_ones = _transformed(total, SIDE.BLOCK)
     else:
-        scale = _by_channel(channel_scale_ptr, start, 0.0, OUTER, DIM).to(tl.float32)
+        scale = _by_channel(packed.channel_scale, start, 0.0, SIDE)
         of_ones = scale
-    nothing = tl.zeros([4, 8, OUTER, 8], DTYPE)
+    nothing = tl.zeros([4, 8, CHUNK // 32, 8], DTYPE)
     for step in range(STEPS):
         if CHUNKS == 1:
             high = 0
             # The next step's bytes are on their way during this one's work.
             word = following
             after = begin + (32 if step + 1 < STEPS else 0)
-            following = _value_words(codes_ptr, after, start // PER_BYTE, WIDTH, DIM // PER_BYTE, OUTER, TILE)
+            following = _value_words(packed.codes, after, start, WIDTH, TILE, SIDE)
             if BITS == 3:
-                high = _high_words(codes_ptr, begin, start, OUTER, TILE, DIM)
+                high = _high_words(packed.codes, begin, start, TILE, SIDE)
         for i in range(4):
             t = begin + tl.arange(0, 8) * 4 + i
-            token_scale = tl.load(token_scale_ptr + t).to(tl.float32)
-            zero = tl.load(zero_point_ptr + t).to(tl.float32) + (CENTRE - centre(BITS)) * token_scale
+            token_scale = tl.load(packed.token_scale + t).to(tl.float32)
+            zero = tl.load(packed.zero_point + t).to(tl.float32) + (CENTRE - centre(BITS)) * token_scale
             if ROTATED:
-                x = tl.zeros([OUTER * 16, 16], tl.float32)
+                x = tl.zeros([CHUNK // 2, 16], tl.float32)
                 for chunk in tl.static_range(CHUNKS):
                     if CHUNKS > 1:
-                        c = first + chunk * CHANNELS
-                        sign = unit * _sign((start - first) // CHANNELS, chunk)
-                        scale = (_by_channel(channel_scale_ptr, c, 0.0, OUTER, DIM).to(tl.float32) * sign).to(DTYPE)
-                        word = _value_words(codes_ptr, begin, c // PER_BYTE, WIDTH, DIM // PER_BYTE, OUTER, TILE)
+                        c = first + chunk * CHUNK
+                        sign = unit * _sign((start - first) // CHUNK, chunk)
+                        scale = (_by_channel(packed.channel_scale, c, 0.0, SIDE) * sign).to(DTYPE)
+                        word = _value_words(packed.codes, begin, c, WIDTH, TILE, SIDE)
                         high = 0
                         if BITS == 3:
-                            high = _high_words(codes_ptr, begin, c, OUTER, TILE, DIM)
-                    codes = _value_codes(word, high, i, BITS, OUTER, INTERPRETED)
-                    x = _product(_operand(codes, scale, nothing, INTERPRETED), signs, x, OUTER, INTERPRETED)
-                x = _transformed(x, OUTER, BLOCK)
+                            high = _high_words(packed.codes, begin, c, TILE, SIDE)
+                    x = _product(_operand(_value_codes(word, high, i, BITS), scale, nothing), signs, x)
+                x = _transformed(x, SIDE.BLOCK)
             else:
-                x = _value_codes(word, high, i, BITS, OUTER, INTERPRETED).to(tl.float32) * scale
+                x = _value_codes(word, high, i, BITS).to(tl.float32) * scale
             x = x * (token_scale * factor)[None, :, None, None] + of_ones * (zero * factor)[None, :, None, None]
-            _store(
-                out_ptr,
-                x,
-                t,
-                start,
-                tile_position,
-                dense_ptr,
-                stride_t,
-                stride_d,
-                run_ptr,
-                pad,
-                sink_length,
-                OUTER,
-                DIM,
-            )
+            _store(out_ptr, x, t, start, tile_position, dense, SIDE)
         begin += 32
 
 
 @triton.jit
 def _dense_part(
-    codes_ptr,
-    channel_scale_ptr,
-    token_scale_ptr,
-    zero_point_ptr,
-    prescale_ptr,
-    dense_ptr,
-    stride_t,
-    stride_d,
-    run_ptr,
-    pad,
-    out_ptr,
-    block,
-    start,
-    count,
-    dense_length,
-    sink_length,
-    KEYS: tl.constexpr,
-    PIECES: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    OUTER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROTATED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    packed, prescale_ptr, dense, out_ptr, block, start, count, dense_length, TILE: tl.constexpr, SIDE: tl.constexpr
 ):
     """One row and head's tokens of one block, channels ``start`` on; every pointer is at that row and head."""
-    if block < count * PIECES:
-        slot = (block // PIECES).to(tl.int64)
-        piece = block % PIECES
-        position = sink_length + slot * TILE
-        if KEYS:
-            _dequantize_keys(
-                codes_ptr + slot * (TILE * BITS // 8 * DIM),
-                channel_scale_ptr + slot * DIM,
-                token_scale_ptr + slot * TILE,
-                zero_point_ptr + slot * DIM,
-                prescale_ptr,
-                out_ptr,
-                position,
-                dense_ptr,
-                stride_t,
-                stride_d,
-                run_ptr,
-                pad,
-                sink_length,
-                start,
-                piece,
-                PIECES,
-                BITS,
-                TILE,
-                DIM,
-                OUTER,
-                BLOCK,
-                ROTATED,
-                INTERPRETED,
-            )
+    if block < count * _PIECES:
+        slot = (block // _PIECES).to(tl.int64)
+        piece = block % _PIECES
+        position = dense.sink_length + slot * TILE
+        tile = tile_at(packed, slot, TILE, SIDE)
+        if SIDE.KEYS:
+            _dequantize_keys(tile, prescale_ptr, out_ptr, position, dense, start, piece, TILE, SIDE)
         else:
-            _dequantize_values(
-                codes_ptr + slot * (DIM * BITS // 8 * TILE),
-                channel_scale_ptr + slot * DIM,
-                token_scale_ptr + slot * TILE,
-                zero_point_ptr + slot * TILE,
-                out_ptr,
-                position,
-                dense_ptr,
-                stride_t,
-                stride_d,
-                run_ptr,
-                pad,
-                sink_length,
-                start,
-                piece,
-                PIECES,
-                BITS,
-                TILE,
-                DIM,
-                OUTER,
-                BLOCK,
-                ROTATED,
-                INTERPRETED,
-            )
+            _dequantize_values(tile, out_ptr, position, dense, start, piece, TILE, SIDE)
     else:
-        d = start + tl.arange(0, OUTER * 32)
-        real = (d < DIM)[None, :]
-        dense_ptrs = dense_ptr + (d.to(tl.int64) * stride_d)[None, :]
+        d = start + tl.arange(0, SIDE.CHUNK)
+        real = (d < SIDE.DIM)[None, :]
+        dense_ptrs = dense.ptr + (d.to(tl.int64) * dense.stride_channel)[None, :]
         # Of the dense tokens: the sinks, then the tail.
-        begin = (block - count * PIECES).to(tl.int64) * (TILE // PIECES)
-        for step in range(TILE // PIECES // 16):
+        begin = (block - count * _PIECES).to(tl.int64) * (TILE // _PIECES)
+        for step in range(TILE // _PIECES // 16):
             index = begin + step * 16 + tl.arange(0, 16)
-            is_sink, held = index < sink_length, (index < dense_length)[:, None] & real
+            is_sink, held = index < dense.sink_length, (index < dense_length)[:, None] & real
             position = tl.where(is_sink, index, index + count.to(tl.int64) * TILE)
-            if pad is None:
-                x = tl.load(dense_ptrs + (index * stride_t)[:, None], mask=held, other=0.0)
+            if dense.pad is None:
+                x = tl.load(dense_ptrs + (index * dense.stride_token)[:, None], mask=held, other=0.0)
             else:
-                in_run = is_sink & (index < pad)
-                index = tl.where(is_sink, index - pad, index)
-                x = tl.load(dense_ptrs + (index * stride_t)[:, None], mask=held & (index >= 0)[:, None], other=0.0)
-                run = tl.load(run_ptr + d[None, :], mask=in_run[:, None] & real, other=0.0)
+                in_run = is_sink & (index < dense.pad)
+                index = tl.where(is_sink, index - dense.pad, index)
+                shown = held & (index >= 0)[:, None]
+                x = tl.load(dense_ptrs + (index * dense.stride_token)[:, None], mask=shown, other=0.0)
+                run = tl.load(dense.run + d[None, :], mask=in_run[:, None] & real, other=0.0)
                 x = tl.where(in_run[:, None], run, x)
-            tl.store(out_ptr + (position * DIM)[:, None] + d[None, :], x, mask=held)
+            tl.store(out_ptr + (position * SIDE.DIM)[:, None] + d[None, :], x, mask=held)
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["count", "capacity", "dense_length", "sink_length", "blocks"])
 def dequantize_kernel(
-    key_codes_ptr,
-    key_channel_scale_ptr,
-    key_token_scale_ptr,
-    key_zero_point_ptr,
-    value_codes_ptr,
-    value_channel_scale_ptr,
-    value_token_scale_ptr,
-    value_zero_point_ptr,
-    prescale_ptr,
-    rows_ptr,
-    key_ptr,
-    value_ptr,
-    padding_ptr,
-    run_key_ptr,
-    run_value_ptr,
-    key_out_ptr,
-    value_out_ptr,
-    stride_k_b,
-    stride_k_h,
-    stride_k_t,
-    stride_k_d,
-    stride_v_b,
-    stride_v_h,
-    stride_v_t,
-    stride_v_d,
-    heads,
-    count,
-    capacity,
-    dense_length,
-    sink_length,
-    blocks,
-    TILE: tl.constexpr,
-    PIECES: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_OUTER: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_OUTER: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    key_codes_ptr, key_channel_scale_ptr, key_token_scale_ptr, key_zero_point_ptr,
+    value_codes_ptr, value_channel_scale_ptr, value_token_scale_ptr, value_zero_point_ptr,
+    prescale_ptr, rows_ptr,
+    dense_key_ptr, dense_value_ptr,
+    pad_ptr, run_key_ptr, run_value_ptr,
+    key_out_ptr, value_out_ptr,
+    stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd,
+    heads, count, capacity, dense_length, sink_length, blocks,
+    FORM: tl.constexpr,
 ):
+    # fmt: on
     """Dense keys and values: ``((codes * scale + zero_point) * other_scale) @ H / prescale``, sinks and tail copied.
 
     Grid
-        ``(batch * heads * blocks * parts,)``. A part is ``32 * OUTER`` channels of the keys or of the values; a block
-        is one of the PIECES of a tile, or (after all those) ``TILE / PIECES`` dense tokens.
+        ``(batch * heads * blocks * parts,)``. A part is CHUNK channels of the keys or of the values; a block is one of
+        the pieces of a tile, or (after all those) as many dense tokens.
     Reads
-        The eight contiguous arenas ``[arena rows, heads, capacity, ...]``; the sinks and the tail,
+        The two contiguous arenas ``[arena rows, heads, capacity, ...]``; the sinks and the tail,
         ``[batch, heads, dense_length, dim]`` by their strides; prescale, rows (int64 ``[batch]``) and the padding's
         length and run tokens, where given.
     Writes
@@ -658,11 +488,14 @@ def dequantize_kernel(
     Precision
         Tiles before the rotation in float16 (2**-12 of the tile's largest), all sums in float32.
     Reference
-        ``kvarn_hf.reference.quantize.dequantize_keys`` and ``dequantize_values``;
-        ``kvarn_hf.padding.LeftPadding.restored``.
+        ``kvarn_hf.method.quantize.dequantize_keys`` and ``dequantize_values``;
+        ``kvarn_hf.state.padding.LeftPadding.restored``.
     """
-    KEY_PARTS: tl.constexpr = (KEY_DIM + KEY_OUTER * 32 - 1) // (KEY_OUTER * 32)
-    PARTS: tl.constexpr = KEY_PARTS + (VALUE_DIM + VALUE_OUTER * 32 - 1) // (VALUE_OUTER * 32)
+    TILE: tl.constexpr = FORM.TILE
+    KEYS: tl.constexpr = FORM.KEYS
+    VALUES: tl.constexpr = FORM.VALUES
+    KEY_PARTS: tl.constexpr = (KEYS.DIM + KEYS.CHUNK - 1) // KEYS.CHUNK
+    PARTS: tl.constexpr = KEY_PARTS + (VALUES.DIM + VALUES.CHUNK - 1) // VALUES.CHUNK
     program = tl.program_id(0)
     part = program % PARTS
     block = program // PARTS % blocks
@@ -672,138 +505,88 @@ def dequantize_kernel(
     arena = (arena_row * heads + head) * capacity
     row = row.to(tl.int64)
     out = row * (dense_length + count.to(tl.int64) * TILE)
-    pad = None if padding_ptr is None else tl.load(padding_ptr + batch)
+    pad = None if pad_ptr is None else tl.load(pad_ptr + batch)
     if part < KEY_PARTS:
+        keys = Packed(key_codes_ptr, key_channel_scale_ptr, key_token_scale_ptr, key_zero_point_ptr)
         _dense_part(
-            key_codes_ptr + arena * (TILE * KEY_BITS // 8 * KEY_DIM),
-            key_channel_scale_ptr + arena * KEY_DIM,
-            key_token_scale_ptr + arena * TILE,
-            key_zero_point_ptr + arena * KEY_DIM,
-            None if prescale_ptr is None else prescale_ptr + row * KEY_DIM,
-            key_ptr + batch * stride_k_b + head * stride_k_h,
-            stride_k_t,
-            stride_k_d,
-            None if run_key_ptr is None else run_key_ptr + row * KEY_DIM,
-            pad,
-            key_out_ptr + out * KEY_DIM,
+            tile_at(keys, arena, TILE, KEYS),
+            None if prescale_ptr is None else prescale_ptr + row * KEYS.DIM,
+            Dense(
+                dense_key_ptr + batch * stride_kb + head * stride_kh,
+                stride_kt,
+                stride_kd,
+                None if run_key_ptr is None else run_key_ptr + row * KEYS.DIM,
+                pad,
+                sink_length,
+            ),
+            key_out_ptr + out * KEYS.DIM,
             block,
-            part * (KEY_OUTER * 32),
+            part * KEYS.CHUNK,
             count,
             dense_length,
-            sink_length,
-            True,
-            PIECES,
-            KEY_BITS,
             TILE,
-            KEY_DIM,
-            KEY_OUTER,
-            KEY_BLOCK,
-            ROTATED,
-            INTERPRETED,
+            KEYS,
         )
     else:
+        values = Packed(value_codes_ptr, value_channel_scale_ptr, value_token_scale_ptr, value_zero_point_ptr)
         _dense_part(
-            value_codes_ptr + arena * (VALUE_DIM * VALUE_BITS // 8 * TILE),
-            value_channel_scale_ptr + arena * VALUE_DIM,
-            value_token_scale_ptr + arena * TILE,
-            value_zero_point_ptr + arena * TILE,
+            tile_at(values, arena, TILE, VALUES),
             None,
-            value_ptr + batch * stride_v_b + head * stride_v_h,
-            stride_v_t,
-            stride_v_d,
-            None if run_value_ptr is None else run_value_ptr + row * VALUE_DIM,
-            pad,
-            value_out_ptr + out * VALUE_DIM,
+            Dense(
+                dense_value_ptr + batch * stride_vb + head * stride_vh,
+                stride_vt,
+                stride_vd,
+                None if run_value_ptr is None else run_value_ptr + row * VALUES.DIM,
+                pad,
+                sink_length,
+            ),
+            value_out_ptr + out * VALUES.DIM,
             block,
-            (part - KEY_PARTS) * (VALUE_OUTER * 32),
+            (part - KEY_PARTS) * VALUES.CHUNK,
             count,
             dense_length,
-            sink_length,
-            False,
-            PIECES,
-            VALUE_BITS,
             TILE,
-            VALUE_DIM,
-            VALUE_OUTER,
-            VALUE_BLOCK,
-            ROTATED,
-            INTERPRETED,
+            VALUES,
         )
 
 
-def dequantize_tiles(
-    key_arena: tuple[torch.Tensor, ...],
-    value_arena: tuple[torch.Tensor, ...],
-    prescale: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    dense_keys: torch.Tensor,
-    dense_values: torch.Tensor,
-    padding: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    *,
-    count: int,
-    sink_length: int,
-    key_bits: int,
-    value_bits: int,
-    rotated: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantize_tiles(held: Held) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values of a layer, dense, in one launch.
 
     Parameters
     ----------
-    key_arena, value_arena : tuple of torch.Tensor
-        Contiguous codes (uint8), channel scale, token scale and zero point (float16),
-        ``[arena rows, heads, capacity, ...]``; tile_size is the length of a token scale.
-    prescale : torch.Tensor, optional
-        ``[batch, heads, key_dim]``, float16: what the keys were multiplied by before the rotation.
-    rows : torch.Tensor, optional
-        ``[batch]``, int64: the arena row of every batch row; None means each its own.
-    dense_keys, dense_values : torch.Tensor
-        ``[batch, heads, sink_length + tail, head_dim]``, any strides; their dtype is the result's.
-    padding : tuple of torch.Tensor, optional
-        Length ``[batch]`` (int64) and the tokens ``[batch, heads, 1, head_dim]`` that every padded position reads; a
-        row's sinks are read behind its padding.
-    count : int
-        Tiles in use.
-    sink_length : int
-        How many of the dense tokens come before the tiles.
-    key_bits, value_bits : int
-        2, 3, 4 or 8.
-    rotated : bool
-        False for codes of keys and values in the model's own frame.
+    held : Held
+        What the layer holds; dense tokens with any strides.
 
     Returns
     -------
     keys, values : torch.Tensor
-        ``[batch, heads, sink_length + count * tile_size + tail, head_dim]``, contiguous.
+        ``[batch, heads, sink_length + tile_count * tile_size + tail, head_dim]``, contiguous, in the dtype of the dense
+        tokens.
     """
-    batch, heads, dense_length, key_dim = dense_keys.shape
-    value_dim, size = dense_values.shape[3], key_arena[2].shape[-1]
-    length = dense_length + count * size
-    keys = dense_keys.new_empty(batch, heads, length, key_dim)
-    values = dense_values.new_empty(batch, heads, length, value_dim)
-    key_outer, value_outer = (min(max(padded(dim), 32), _CHANNELS) // 32 for dim in (key_dim, value_dim))
-    blocks = count * _PIECES + triton.cdiv(dense_length, size // _PIECES)
-    parts = triton.cdiv(key_dim, key_outer * 32) + triton.cdiv(value_dim, value_outer * 32)
+    batch, heads, dense_length, key_dim = held.dense_keys.shape
+    value_dim, size = held.dense_values.shape[3], held.tile_size
+    length = dense_length + held.tile_count * size
+    keys = held.dense_keys.new_empty(batch, heads, length, key_dim)
+    values = held.dense_values.new_empty(batch, heads, length, value_dim)
+    rotated = held.scheme.method != "rtn"
+    form = Form(
+        size,
+        side(True, key_dim, held.scheme.key_bits, rotated, least=32, chunk=_CHANNELS),
+        side(False, value_dim, held.scheme.value_bits, rotated, least=32, chunk=_CHANNELS),
+    )
+    blocks = held.tile_count * _PIECES.value + triton.cdiv(dense_length, size // _PIECES.value)
+    parts = triton.cdiv(key_dim, form.KEYS.CHUNK) + triton.cdiv(value_dim, form.VALUES.CHUNK)
     if batch * heads * blocks == 0:
         return keys, values
-    pad, run_key, run_value = (None, None, None) if padding is None else (t.contiguous() for t in padding)
+    run = (None, None, None) if held.padding is None else tuple(t.contiguous() for t in held.padding)
+    prescale = None if held.prescale is None else held.prescale.contiguous()
     call = Call(
         dequantize_kernel,
-        (
-            *(*key_arena, *value_arena),
-            None if prescale is None else prescale.contiguous(),
-            *(rows, dense_keys, dense_values, pad, run_key, run_value, keys, values),
-        ),
-        (*dense_keys.stride(), *dense_values.stride(), heads),
-        (count, key_arena[0].shape[2], dense_length, sink_length, blocks),
-        (
-            size,
-            _PIECES,
-            *(key_dim, key_outer, rotation_block(key_dim), key_bits),
-            *(value_dim, value_outer, rotation_block(value_dim), value_bits),
-            rotated,
-            not dense_keys.is_cuda,
-        ),
+        (*held.keys, *held.values, prescale, held.rows, held.dense_keys, held.dense_values, *run, keys, values),
+        (*held.dense_keys.stride(), *held.dense_values.stride(), heads),
+        (held.tile_count, held.capacity, dense_length, held.sink_length, blocks),
+        (form,),
         warps=1,
         stages=1,
     )

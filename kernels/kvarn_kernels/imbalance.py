@@ -26,14 +26,13 @@ def imbalance_kernel(
     ROWS_PADDED: tl.constexpr,
     COLUMNS_PADDED: tl.constexpr,
     RELATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """How uneven a tile is after 0, 1, ... ROUNDS rounds of variance normalization.
 
     Grid: (tiles,).
     Reads: the tile [ROWS, COLUMNS], float32, once.
     Writes: out [tiles, ROUNDS + 1], float32.
-    Reference: kvarn_hf/reference/normalize.py, ``imbalance_trace``
+    Reference: kvarn_hf/method/normalize.py, ``imbalance_trace``
     """
     n = tl.program_id(0).to(tl.int64)
     r, c = tl.arange(0, ROWS_PADDED), tl.arange(0, COLUMNS_PADDED)
@@ -45,7 +44,7 @@ def imbalance_kernel(
     row = tl.full([ROWS_PADDED], 1.0, tl.float32)
     column = tl.full([COLUMNS_PADDED], 1.0, tl.float32)
     for step in range(ROUNDS + 1):
-        imbalance, column, row = normalization_round(x, row, column, unit, ROWS, COLUMNS, INTERPRETED)
+        imbalance, column, row = normalization_round(x, row, column, unit, ROWS, COLUMNS)
         tl.store(out_ptr + n * (ROUNDS + 1) + step, imbalance)
 
 
@@ -69,7 +68,7 @@ def imbalance_trace(tiles: torch.Tensor, rounds: int, relative: bool) -> torch.T
 
     Notes
     -----
-    Computes what ``kvarn_hf.reference.normalize.imbalance_trace`` does.
+    Computes what ``kvarn_hf.method.normalize.imbalance_trace`` does.
     """
     *lead, rows, columns = tiles.shape
     flat = tiles.flatten(0, -3) if lead else tiles[None]
@@ -80,7 +79,7 @@ def imbalance_trace(tiles: torch.Tensor, rounds: int, relative: bool) -> torch.T
         (flat, out),
         flat.stride(),
         (),
-        (rounds, rows, columns, *sides, relative, not tiles.is_cuda),
+        (rounds, rows, columns, *sides, relative),
         warps=warps_for(sides[0] * sides[1]),
         stages=1,
     )

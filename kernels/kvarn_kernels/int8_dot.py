@@ -6,18 +6,36 @@ the small operand of an integer matrix product. Codes are the large operand, unp
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from kvarn_kernels.arithmetic import INTERPRETED
+
+
+class Codes(NamedTuple):
+    """Bytes of a tile's codes.
+
+    word : uint8, [rows, columns]; of 3-bit codes the two low bits
+    high : the bytes with the high bits of 3-bit codes, in the same order
+    shift : [rows], the bit of ``high`` at which a row's begin
+    """
+
+    word: Any
+    high: Any
+    shift: Any
+
 
 @triton.jit
-def exp2(x, ASM: tl.constexpr):
-    if ASM:  # flushes denormals, which saves the three instructions that would rescale them
+def exp2(x):
+    """``2 ** x`` in one instruction: denormals are flushed, which saves the three that would rescale them."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-    else:
-        return tl.exp2(x)
 
 
 @triton.jit
@@ -26,17 +44,20 @@ def _greater_or_nan(a, b):
 
 
 @triton.jit
-def column_max(x, ASM: tl.constexpr):
+def column_max(x):
     """Largest entry of each column; NaN if there is one."""
-    if ASM:
-        return tl.reduce(x, 0, _greater_or_nan)
-    else:
+    if INTERPRETED:
         return tl.max(x, 0) + 0 * tl.sum(x, 0)  # the interpreter's max passes over NaN
+    else:
+        return tl.reduce(x, 0, _greater_or_nan)
 
 
 @triton.jit
-def near_first(x, ROWS: tl.constexpr, NEAR: tl.constexpr, COLS: tl.constexpr):
-    """``x`` [ROWS, COLS], unchanged, with NEAR neighbouring rows in neighbouring registers (a join counts fastest)."""
+def near_first(x, NEAR: tl.constexpr):
+    """``x`` [rows, columns], unchanged, with NEAR neighbouring rows in neighbouring registers (a join counts
+    fastest)."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLS: tl.constexpr = x.shape[1]
     if NEAR == 4:
         a, b = tl.split(tl.permute(tl.reshape(x, (ROWS // 4, 2, 2, COLS)), (0, 3, 2, 1)))  # by row bit 1
         a0, a1 = tl.split(a)
@@ -48,10 +69,17 @@ def near_first(x, ROWS: tl.constexpr, NEAR: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def to_digits(x, factor, ROWS: tl.constexpr, COLS: tl.constexpr, ASM: tl.constexpr):
-    """``x * factor``, at most 32512 in size, rounded: columns (2 i, 2 i + 1) = (high, low) of an int8 matrix."""
-    factor = tl.broadcast_to(factor[None, :], (ROWS, COLS))
-    if ASM:
+def _to_digits(x, factor):
+    """``x * factor`` [rows, columns], at most 32512 in size, rounded: columns (2 i, 2 i + 1) = (high, low) of an int8
+    matrix."""
+    factor = tl.broadcast_to(factor[None, :], x.shape)
+    if INTERPRETED:
+        x = x * factor
+        whole = (x + tl.where(x >= 0, 0.5, -0.5)).to(tl.int32)
+        high = (whole + 128) >> 8
+        low = (whole - (high << 8)).to(tl.int8)
+        high = high.to(tl.int8)
+    else:
         # Added to 1.5 * 2**23 + 128, the rounded number stands in the two low bytes: high as it is, low with its sign
         # bit flipped.
         high, low = tl.inline_asm_elementwise(
@@ -74,19 +102,15 @@ def to_digits(x, factor, ROWS: tl.constexpr, COLS: tl.constexpr, ASM: tl.constex
             is_pure=True,
             pack=4,
         )
-    else:
-        x = x * factor
-        whole = (x + tl.where(x >= 0, 0.5, -0.5)).to(tl.int32)
-        high = (whole + 128) >> 8
-        low = (whole - (high << 8)).to(tl.int8)
-        high = high.to(tl.int8)
-    return tl.reshape(tl.join(high, low), (ROWS, 2 * COLS))
+    return tl.reshape(tl.join(high, low), (x.shape[0], 2 * x.shape[1]))
 
 
 @triton.jit
-def _unpack_2bit(word, ASM: tl.constexpr):
+def _unpack_2bit(word):
     """Four codes of every byte, as c, 4 c, 16 c and 16 c: most need no shift."""
-    if ASM:
+    if INTERPRETED:
+        return (word & 3).to(tl.int8), (word & 12).to(tl.int8), (word & 48).to(tl.int8), ((word >> 2) & 48).to(tl.int8)
+    else:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 t;
@@ -102,14 +126,14 @@ def _unpack_2bit(word, ASM: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    else:
-        return (word & 3).to(tl.int8), (word & 12).to(tl.int8), (word & 48).to(tl.int8), ((word >> 2) & 48).to(tl.int8)
 
 
 @triton.jit
-def _unpack_4bit(word, ASM: tl.constexpr):
+def _unpack_4bit(word):
     """Both codes of every byte, as c and 16 (c - 8): one instruction for four codes."""
-    if ASM:
+    if INTERPRETED:
+        return (word & 15).to(tl.int8), ((word & 240) ^ 128).to(tl.int8, bitcast=True)
+    else:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 t;
@@ -123,116 +147,103 @@ def _unpack_4bit(word, ASM: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    else:
-        return (word & 15).to(tl.int8), ((word & 240) ^ 128).to(tl.int8, bitcast=True)
 
 
 @triton.jit
-def _unpack_8bit(word, ASM: tl.constexpr):
+def _unpack_8bit(word):
     """The code of every byte, which is the byte less 128."""
-    if ASM:
+    if INTERPRETED:
+        return (word ^ 128).to(tl.int8, bitcast=True)
+    else:
         return tl.inline_asm_elementwise(
             "xor.b32 $0, $1, 0x80808080;", "=r,r", [word], dtype=tl.int8, is_pure=True, pack=4
         )
-    else:
-        return (word ^ 128).to(tl.int8, bitcast=True)
+
+
+@triton.constexpr_function
+def _three_bit_assembly(step):
+    """For :func:`_unpack_3bit`: code i's high bit is moved from bit ``step * i`` of its byte to bit 2."""
+    lines = ["{", ".reg .b32 h, t, u;", "shr.b32 h, $5, $6;"]
+    for i in range(4):
+        left = 2 - step * i
+        bit = "and.b32 t, h" if left == 0 else f"{'shl' if left > 0 else 'shr'}.b32 t, h, {abs(left)}; and.b32 t, t"
+        code = "and.b32 u, $4" if i == 0 else f"shr.b32 u, $4, {2 * i}; and.b32 u, u"
+        lines.append(f"{bit}, 0x04040404; {code}, 0x03030303; or.b32 ${i}, t, u;")
+    return "\n".join([*lines, "}"])
 
 
 @triton.jit
-def _unpack_3bit(word, high, shift, STEP: tl.constexpr, ASM: tl.constexpr):
+def _unpack_3bit(word, high, shift, STEP: tl.constexpr):
     """Four codes: two low bits from ``word``, the high bit of code i at bit ``shift + STEP i`` of ``high``."""
     shift = tl.broadcast_to(shift[:, None], word.shape)
-    if ASM:
-        if STEP == 2:
-            return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 h, t, u;
-                shr.b32 h, $5, $6;
-                shl.b32 t, h, 2; and.b32 t, t, 0x04040404; and.b32 u, $4, 0x03030303; or.b32 $0, t, u;
-                and.b32 t, h, 0x04040404; shr.b32 u, $4, 2; and.b32 u, u, 0x03030303; or.b32 $1, t, u;
-                shr.b32 t, h, 2; and.b32 t, t, 0x04040404; shr.b32 u, $4, 4; and.b32 u, u, 0x03030303; or.b32 $2, t, u;
-                shr.b32 t, h, 4; and.b32 t, t, 0x04040404; shr.b32 u, $4, 6; and.b32 u, u, 0x03030303; or.b32 $3, t, u;
-                }""",
-                "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
-                [word, high, shift],
-                dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 h, t, u;
-                shr.b32 h, $5, $6;
-                shl.b32 t, h, 2; and.b32 t, t, 0x04040404; and.b32 u, $4, 0x03030303; or.b32 $0, t, u;
-                shl.b32 t, h, 1; and.b32 t, t, 0x04040404; shr.b32 u, $4, 2; and.b32 u, u, 0x03030303; or.b32 $1, t, u;
-                and.b32 t, h, 0x04040404; shr.b32 u, $4, 4; and.b32 u, u, 0x03030303; or.b32 $2, t, u;
-                shr.b32 t, h, 1; and.b32 t, t, 0x04040404; shr.b32 u, $4, 6; and.b32 u, u, 0x03030303; or.b32 $3, t, u;
-                }""",
-                "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
-                [word, high, shift],
-                dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
-                is_pure=True,
-                pack=4,
-            )
-    else:
+    if INTERPRETED:
         high = (high >> shift.to(tl.uint8)) & 255
         c0 = (word & 3) | ((high & 1) << 2)
         c1 = ((word >> 2) & 3) | (((high >> STEP) & 1) << 2)
         c2 = ((word >> 4) & 3) | (((high >> (2 * STEP)) & 1) << 2)
         c3 = ((word >> 6) & 3) | (((high >> (3 * STEP)) & 1) << 2)
         return c0.to(tl.int8), c1.to(tl.int8), c2.to(tl.int8), c3.to(tl.int8)
+    else:
+        return tl.inline_asm_elementwise(
+            _three_bit_assembly(STEP),
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+            [word, high, shift],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
 
 
 @triton.jit
-def _digit_dot(codes, digits, unit, zero, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """``(codes @ (256 high + low)) * unit + zero``, [ROWS, COLS] fp32; the integer sums are exact."""
+def _digit_dot(codes, digits, unit, zero):
+    """``(codes @ (256 high + low)) * unit + zero``, [rows of codes, columns] fp32; the integer sums are exact."""
+    ROWS: tl.constexpr = codes.shape[0]
+    COLS: tl.constexpr = digits.shape[1] // 2
     total = tl.dot(codes, digits, out_dtype=tl.int32)
     high, low = tl.split(tl.reshape(total, (ROWS, COLS, 2)))
     return ((high << 8) + low).to(tl.float32) * unit[None, :] + zero[None, :]
 
 
 @triton.jit
-def codes_dot(
-    word,
-    high,
-    shift,
-    digits,
-    unit,
-    zero,
-    total,
-    BITS: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """``codes @ x + zero`` for packed codes, x given by its digits times unit, and ``total`` = sum x.
+def codes_dot(codes, x, largest, zero, SIDE: tl.constexpr):
+    """``c @ x + zero`` for the codes c of a tile, [rows of bytes * codes per byte, columns] fp32.
 
-    Returns [ROWS * codes per byte, COLS]: for keys, code i of byte row j is row i * ROWS + j; for values,
-    j * codes per byte + i.
+    Code i of byte row j is row ``i * rows + j`` of the result for keys, ``j * codes per byte + i`` for values.
+
+    Parameters
+    ----------
+    codes : Codes
+        Bytes ``[rows, SIDE.PADDED]`` of keys, ``[rows, tile]`` of values.
+    x : [SIDE.PADDED, columns] or [tile, columns], fp32
+    largest : [columns], the largest of each column of ``x`` in size, or more; not 0
+    zero : [columns]
     """
-    if BITS == 8:
-        return _digit_dot(_unpack_8bit(word, ASM), digits, unit, zero, ROWS, COLS)
-    elif BITS == 4:
-        c0, c1 = _unpack_4bit(word, ASM)
+    LARGEST: tl.constexpr = 32512.0  # of 256 high + low
+    digits = _to_digits(x, LARGEST / largest)
+    unit = largest * (1.0 / LARGEST)
+    total = tl.sum(x, 0)
+    ROWS: tl.constexpr = codes.word.shape[0]
+    COLS: tl.constexpr = x.shape[1]
+    if SIDE.BITS == 8:
+        return _digit_dot(_unpack_8bit(codes.word), digits, unit, zero)
+    elif SIDE.BITS == 4:
+        c0, c1 = _unpack_4bit(codes.word)
         s = tl.join(
-            _digit_dot(c0, digits, unit, zero, ROWS, COLS),
-            _digit_dot(c1, digits, unit * 0.0625, zero + 8 * total, ROWS, COLS),
+            _digit_dot(c0, digits, unit, zero), _digit_dot(c1, digits, unit * 0.0625, zero + 8 * total)
         )  # [ROWS, COLS, 2]
-        s = tl.permute(s, (2, 0, 1)) if KEYS else tl.permute(s, (0, 2, 1))
+        s = tl.permute(s, (2, 0, 1)) if SIDE.KEYS else tl.permute(s, (0, 2, 1))
         return tl.reshape(s, (2 * ROWS, COLS))
     else:
-        if BITS == 2:
-            c0, c1, c2, c3 = _unpack_2bit(word, ASM)
+        if SIDE.BITS == 2:
+            c0, c1, c2, c3 = _unpack_2bit(codes.word)
             u1, u2, u3 = unit * 0.25, unit * 0.0625, unit * 0.0625
         else:
-            c0, c1, c2, c3 = _unpack_3bit(word, high, shift, 2 if KEYS else 1, ASM)
+            c0, c1, c2, c3 = _unpack_3bit(codes.word, codes.high, codes.shift, 2 if SIDE.KEYS else 1)
             u1, u2, u3 = unit, unit, unit
-        s0 = _digit_dot(c0, digits, unit, zero, ROWS, COLS)
-        s1 = _digit_dot(c1, digits, u1, zero, ROWS, COLS)
-        s2 = _digit_dot(c2, digits, u2, zero, ROWS, COLS)
-        s3 = _digit_dot(c3, digits, u3, zero, ROWS, COLS)
+        s0 = _digit_dot(c0, digits, unit, zero)
+        s1 = _digit_dot(c1, digits, u1, zero)
+        s2 = _digit_dot(c2, digits, u2, zero)
+        s3 = _digit_dot(c3, digits, u3, zero)
         s = tl.join(tl.join(s0, s1), tl.join(s2, s3))  # [ROWS, COLS, i & 1, i >> 1]
-        s = tl.permute(s, (3, 2, 0, 1)) if KEYS else tl.permute(s, (0, 3, 2, 1))
+        s = tl.permute(s, (3, 2, 0, 1)) if SIDE.KEYS else tl.permute(s, (0, 3, 2, 1))
         return tl.reshape(s, (4 * ROWS, COLS))

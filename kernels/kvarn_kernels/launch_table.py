@@ -31,17 +31,6 @@ class Tuning(NamedTuple):
     dense_stages: int
 
 
-class Cut(NamedTuple):
-    """How the work of one unit is cut.
-
-    slices : programs per unit
-    entries : results of these, to be combined: a slice with dense tokens and tiles has two
-    """
-
-    slices: int
-    entries: int
-
-
 # (capability, query columns per program, the larger head_dim up to): the first row that fits is taken. On an H200 no
 # shape gains more than 1 % by a row of its own.
 TABLE: tuple[tuple[tuple[int, int, int], Tuning], ...] = (
@@ -51,7 +40,6 @@ _OTHERWISE = TABLE[0][1]
 
 # Without a GPU: the interpreter runs one program after the other.
 _INTERPRETED_PROGRAMS = 16
-_MOST_SLICES = 256  # what is combined in one step
 # Every architecture that the kernels run on has these.
 _REGISTERS, _SCHEDULERS, _MOST_PROGRAMS = 65536, 4, 32
 
@@ -74,34 +62,3 @@ def programs_at_once(kernel: Any, device: int | None) -> int:
     by_registers = _REGISTERS // _SCHEDULERS // registers_of_warp * _SCHEDULERS // warps
     by_shared = properties.shared_memory_per_multiprocessor // (kernel.metadata.shared + RESERVED_SHARED)
     return max(1, min(by_registers, by_shared, _MOST_PROGRAMS)) * properties.multi_processor_count
-
-
-@lru_cache(maxsize=4096)
-def plan(programs: int, units: int, count: int, dense_length: int, block: int, weight: int, slices: int = 0) -> Cut:
-    """Cut the work of each of ``units`` problems so that ``programs``, all that fit at once, end together.
-
-    Parameters
-    ----------
-    programs : int
-        See :func:`programs_at_once`.
-    units : int
-        Independent problems: batch x KV heads x blocks of query columns.
-    count, dense_length : int
-        Tiles and dense tokens of each.
-    block, weight : int
-        See :class:`Tuning`.
-    slices : int
-        0, or the number of slices to take instead.
-    """
-    # Counted as the kernel does: see attention_kernels._cut.
-    blocks = max(1, -(-dense_length // block))
-    dense_end = max(2 * blocks - weight // 2, 1)
-    tiles_start = 2 * blocks + weight // 2
-    work = tiles_start + count * weight
-    if slices == 0:
-        # No slice needs more tiles than the longest, so fewer slices may do.
-        longest = -(-work // (weight * min(_MOST_SLICES - 2, max(1, programs // units))))
-        slices = -(-work // (weight * longest))
-    dense_slices = min(slices, -(-dense_end * slices // work))
-    skipped = min(slices, -(-(tiles_start + (weight + 1) // 2) * slices // work) - 1)
-    return Cut(slices, dense_slices + slices - skipped)

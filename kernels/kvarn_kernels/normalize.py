@@ -1,7 +1,7 @@
 """Variance normalization of a tile that lies in registers, ``[rows, columns]``, rows carrying the rounding grid.
 
 Inverse scales are kept where the reference keeps logarithms: adding a clamped log standard deviation is multiplying by
-the clamped standard deviation. Reference: ``kvarn_hf/reference/normalize.py``.
+the clamped standard deviation. Reference: ``kvarn_hf/method/normalize.py``.
 """
 
 from __future__ import annotations
@@ -50,21 +50,19 @@ def _next(inverse, inverse_std):
 
 
 @triton.jit
-def variance_normalize(
-    x, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
-):
+def variance_normalize(x, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """One over the columns' scale, ``[columns]``, that evens out the variance of columns and rows, relative to the
     tile's own.
 
-    Only inverses are kept: a vector along the columns stands in every thread many times over, and is as dear as half
-    the tile.
+    Only inverses are kept: a vector along the columns is held by every thread many times over, and costs as many
+    registers as half the tile.
     """
     unit = inverse_spread(x, ROWS, COLUMNS)
     row = tl.full([x.shape[0]], 1.0, tl.float32)
     column = tl.full([x.shape[1]], 1.0, tl.float32)
     for _ in range(ITERATIONS):
-        column = _next(column, inverse_root(_variance(x, row * unit, 0, ROWS, COLUMNS), INTERPRETED))
-        row = _next(row, inverse_root(_variance(x, column * unit, 1, ROWS, COLUMNS), INTERPRETED))
+        column = _next(column, inverse_root(_variance(x, row * unit, 0, ROWS, COLUMNS)))
+        row = _next(row, inverse_root(_variance(x, column * unit, 1, ROWS, COLUMNS)))
     return column
 
 
@@ -74,24 +72,22 @@ def _range(std, COUNT: tl.constexpr):
 
 
 @triton.jit
-def normalization_round(x, row, column, unit, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr):
+def normalization_round(x, row, column, unit, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The imbalance of ``x * row * column``, and the columns' and the rows' next inverse scales.
 
     Deviations are in units of ``unit``, which is applied behind the squares, as it could carry those out of float32.
     """
-    column_root = inverse_root(_variance(x, row, 0, ROWS, COLUMNS), INTERPRETED) * unit
-    row_root = inverse_root(_variance(x, column, 1, ROWS, COLUMNS), INTERPRETED) * unit
+    column_root = inverse_root(_variance(x, row, 0, ROWS, COLUMNS)) * unit
+    row_root = inverse_root(_variance(x, column, 1, ROWS, COLUMNS)) * unit
     column_spread = _range(clamp(column_root / column, _STD_MIN, _STD_MAX), COLUMNS)
     row_spread = _range(clamp(row_root / row, _STD_MIN, _STD_MAX), ROWS)
     column = _next(column, column_root)
-    row = _next(row, inverse_root(_variance(x, column, 1, ROWS, COLUMNS), INTERPRETED) * unit)
+    row = _next(row, inverse_root(_variance(x, column, 1, ROWS, COLUMNS)) * unit)
     return column_spread + row_spread, column, row
 
 
 @triton.jit
-def variance_normalize_published(
-    x, magnitude, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
-):
+def variance_normalize_published(x, magnitude, ITERATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """One over the columns' scale, ``[columns]``, of Algorithm 1 of arXiv:2606.03458 for the tile ``x * magnitude``:
     absolute clamps, and the state with the lowest imbalance of all that were seen."""
     row = tl.full([x.shape[0]], 1.0, tl.float32)
@@ -100,7 +96,7 @@ def variance_normalize_published(
     best_column = column
     best = float("inf")
     for _ in range(ITERATIONS + 1):
-        imbalance, next_column, row = normalization_round(x, row, column, unit, ROWS, COLUMNS, INTERPRETED)
+        imbalance, next_column, row = normalization_round(x, row, column, unit, ROWS, COLUMNS)
         better = imbalance < best * (1 - _TIE)
         best_column = tl.where(better, column, best_column)
         best = tl.where(better, imbalance, best)

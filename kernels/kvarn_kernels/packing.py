@@ -1,4 +1,4 @@
-"""Codes to bytes and back, in the order of ``kvarn_hf/reference/packing.py``.
+"""Codes to bytes and back, in the order of ``kvarn_hf/method/packing.py``.
 
     keys     byte [j, d]  holds, at bits [b*i, b*i + b), the code of channel d, token  j + i * TILE * b / 8
     values   byte [e, t]  holds, at bits [b*i, b*i + b), the code of token t, channel  e * 8 / b + i
@@ -27,14 +27,14 @@ def _store_key_plane(codes_ptr, plane, WIDTH: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def store_key_codes(codes_ptr, codes, BITS: tl.constexpr, DIM: tl.constexpr):
+def store_key_codes(codes_ptr, codes, SIDE: tl.constexpr):
     """Pack and store the codes of a key tile, ``[channel, token]`` as floats."""
-    codes = small_integers(codes, centre(BITS))
-    if BITS == 3:
-        _store_key_plane(codes_ptr, codes & 3, 2, DIM)
-        _store_key_plane(codes_ptr + codes.shape[1] // 4 * DIM, codes >> 2, 1, DIM)
+    codes = small_integers(codes, centre(SIDE.BITS))
+    if SIDE.BITS == 3:
+        _store_key_plane(codes_ptr, codes & 3, 2, SIDE.DIM)
+        _store_key_plane(codes_ptr + codes.shape[1] // 4 * SIDE.DIM, codes >> 2, 1, SIDE.DIM)
     else:
-        _store_key_plane(codes_ptr, codes, BITS, DIM)
+        _store_key_plane(codes_ptr, codes, SIDE.BITS, SIDE.DIM)
 
 
 @triton.jit
@@ -51,11 +51,11 @@ def _store_value_plane(codes_ptr, plane, WIDTH: tl.constexpr, DIM: tl.constexpr)
 
 
 @triton.jit
-def store_value_codes(codes_ptr, codes, BITS: tl.constexpr, DIM: tl.constexpr):
+def store_value_codes(codes_ptr, codes, SIDE: tl.constexpr):
     """Pack and store the codes of a value tile, ``[token, channel]`` as floats."""
-    codes = small_integers(codes, centre(BITS))
-    if BITS == 3:
-        _store_value_plane(codes_ptr, codes & 3, 2, DIM)
-        _store_value_plane(codes_ptr + DIM // 4 * codes.shape[0], codes >> 2, 1, DIM)
+    codes = small_integers(codes, centre(SIDE.BITS))
+    if SIDE.BITS == 3:
+        _store_value_plane(codes_ptr, codes & 3, 2, SIDE.DIM)
+        _store_value_plane(codes_ptr + SIDE.DIM // 4 * codes.shape[0], codes >> 2, 1, SIDE.DIM)
     else:
-        _store_value_plane(codes_ptr, codes, BITS, DIM)
+        _store_value_plane(codes_ptr, codes, SIDE.BITS, SIDE.DIM)

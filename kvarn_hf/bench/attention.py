@@ -7,10 +7,10 @@ holds one call per input set, with so many sets that they exceed the L2 cache se
 from __future__ import annotations
 
 import contextlib
-import statistics
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,22 +18,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvarn_hf import ops
+from kvarn_hf.bench.inputs import in_float, packed_state, random_tokens, relative_error, stored_bytes
 from kvarn_hf.bench.results import save
+from kvarn_hf.bench.timing import cold_inputs, copy_bandwidth, milliseconds
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.method import quantize as reference
 from kvarn_hf.method.attention import attention as reference_attention
-from kvarn_hf.method.quantize import Packed
-from kvarn_hf.method.rounding import centre
-from kvarn_hf.state.tiles import PackedTiles
-
-# More than three times the L2 cache of the largest GPUs of today.
-_COLD_BYTES = 200_000_000
-_CALLS_TIMED = 20  # at least, in one graph, whose own launch then counts for little
-_WARM_UP_MS = 20.0  # an idle GPU needs milliseconds to reach its clock
+from kvarn_hf.state.layer_state import LayerState
 
 
 class Shape(NamedTuple):
-    """One row of the table. ``groups`` query heads share a KV head."""
+    """One row of the table: KV ``heads``, each shared by ``groups`` query heads."""
 
     batch: int
     context: int
@@ -56,112 +51,39 @@ SHAPES = (
 PRESETS = ("kvarn_k4v2_g128", "kvarn_k2v2_g128")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Inputs:
-    """A packed cache of random tiles, a query, and what both take up."""
+    """A packed layer of random tokens, and a query ``[batch, query_heads, 1, head_dim]``."""
 
-    config: KVarNConfig
+    state: LayerState
     query: torch.Tensor
-    tiles: PackedTiles
-    prescale: torch.Tensor
-    dense_keys: torch.Tensor
-    dense_values: torch.Tensor
 
     @classmethod
-    def random(cls, shape: Shape, preset: str, seed: int = 0, device: str = "cuda") -> Inputs:
-        config = KVarNConfig.from_preset(preset)
-        generator = torch.Generator(device=device).manual_seed(seed)
+    def random(cls, shape: Shape, preset: str, seed: int = 0) -> Inputs:
+        """Inputs of a shape, on the GPU, bfloat16."""
         batch, context, heads, groups, dim = shape
-        count = config.packed_tiles(context)
-        tiles = PackedTiles.allocate(batch, heads, dim, dim, config, count, torch.device(device)).truncated(count)
+        keys, values = random_tokens(batch, heads, context, dim, seed)
+        _, query = random_tokens(batch, heads * groups, 1, dim, seed + 1000)
+        return cls(packed_state(keys, values, KVarNConfig.from_preset(preset)), query)
 
-        def uniform(x: torch.Tensor, low: float, high: float) -> None:
-            x.uniform_(low, high, generator=generator)
+    @classmethod
+    def cold(cls, shape: Shape, preset: str, first: Inputs) -> list[Inputs]:
+        """``first`` and as many more as it takes to find none of them in a cache."""
+        return cold_inputs(lambda seed: cls.random(shape, preset, seed) if seed else first, stored_bytes(first.state))
 
-        for packed, bits in ((tiles.keys, config.key_bits), (tiles.values, config.value_bits)):
-            packed.codes.random_(0, 256, generator=generator)
-            step = 3.0 / 2**bits
-            uniform(packed.channel_scale, 0.5, 1.5)
-            uniform(packed.token_scale, 0.5, 1.5)
-            grid_scale = packed.channel_scale if packed is tiles.keys else packed.token_scale
-            grid_scale.mul_(step)
-            uniform(packed.zero_point, centre(bits) * step - 1.8, centre(bits) * step - 1.2)
-        length = context - count * config.tile_size
-        shape_of_dense = (batch, heads, length, dim)
+    def attend(self, tuning: Any = None) -> torch.Tensor:
+        """The fused attention; ``tuning`` as in :func:`kvarn_hf.ops.attend`."""
+        out = ops.attend(self.state, self.query, None, tuning=tuning)
+        assert out is not None  # every shape and preset here is one that the kernel takes
+        return out
 
-        def normal(*size: int) -> torch.Tensor:
-            return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
-
-        prescale = torch.empty(batch, heads, dim, dtype=torch.float16, device=device)
-        uniform(prescale, 0.5, 1.0)
-        query = normal(batch, heads * groups, 1, dim)
-        return cls(config, query, tiles, prescale, normal(*shape_of_dense), normal(*shape_of_dense))
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes that one call must read."""
-        used = self.tiles.count / self.tiles.capacity
-        packed = sum(t.numel() * t.element_size() for t in self.tiles.tensors) * used
-        return int(packed) + 2 * (self.dense_keys.numel() + self.dense_values.numel())
-
-    def attend(self, **options: Any) -> torch.Tensor:
-        """The fused attention; ``options`` of :func:`kvarn_kernels.decode_attention.decode_attention`."""
-        from kvarn_kernels.decode_attention import decode_attention
-
-        return decode_attention(
-            self.query,
-            self.tiles.keys,
-            self.tiles.values,
-            self.prescale,
-            None,
-            self.dense_keys,
-            self.dense_values,
-            None,
-            None,
-            count=self.tiles.count,
-            sink_length=self.config.sink_length,
-            key_bits=self.config.key_bits,
-            value_bits=self.config.value_bits,
-            rotated=True,
-            scaling=self.query.shape[-1] ** -0.5,
-            **options,
-        )
-
-    def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole cache as bfloat16, by the dequantizing kernel."""
-        from kvarn_kernels import dequantize_tiles
-
-        config = self.config
-        return dequantize_tiles(
-            self.tiles.keys,
-            self.tiles.values,
-            self.prescale,
-            None,
-            self.dense_keys,
-            self.dense_values,
-            None,
-            count=self.tiles.count,
-            sink_length=config.sink_length,
-            key_bits=config.key_bits,
-            value_bits=config.value_bits,
-            rotated=True,
-        )
-
-    def first_row_in_float(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first row, ``[1, heads, context, head_dim]``, not rounded to bfloat16."""
-        count, sink = self.tiles.count, self.config.sink_length
-        keys, values = (Packed(*(t[:1, :, :count] for t in part)) for part in (self.tiles.keys, self.tiles.values))
-
-        def joined(dense: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-            return torch.cat([dense[:1, :, :sink].float(), tiles.flatten(2, 3), dense[:1, :, sink:].float()], 2)
-
-        return (
-            joined(self.dense_keys, reference.dequantize_keys(keys, self.prescale[:1].unsqueeze(2), self.config)),
-            joined(self.dense_values, reference.dequantize_values(values, self.config)),
-        )
+    def dequantize_and_attend(self) -> torch.Tensor:
+        """The whole layer dequantized, then SDPA."""
+        keys, values = ops.dense(self.state)
+        return scaled_dot_product_attention(self.query, keys, values, enable_gqa=self.query.shape[1] > keys.shape[1])
 
 
-def error_of(inputs: Inputs, **options: Any) -> tuple[float, float]:
+def error_of(inputs: Inputs, tuning: Any = None) -> tuple[float, float]:
     """Relative error of the fused attention and of bfloat16 SDPA, both against float64, in the first row.
 
     Raises
@@ -169,92 +91,36 @@ def error_of(inputs: Inputs, **options: Any) -> tuple[float, float]:
     RuntimeError
         If the fused attention errs more than twice as much as SDPA, or differs from run to run.
     """
-    keys, values = inputs.first_row_in_float()
+    keys, values = in_float(inputs.state)
     query = inputs.query[:1]
-    scaling = query.shape[-1] ** -0.5
+    scaling = query.shape[3] ** -0.5
     want = reference_attention(query, keys, values, scaling=scaling)
-    got = inputs.attend(**options)
-    if not torch.equal(got, inputs.attend(**options)):
+    got = inputs.attend(tuning)
+    if not torch.equal(got, inputs.attend(tuning)):
         raise RuntimeError("the fused attention gave other bits at the second run")
     groups = query.shape[1] // keys.shape[1]
     low_keys, low_values = (x.bfloat16().repeat_interleave(groups, 1) for x in (keys, values))
     rounded = scaled_dot_product_attention(query, low_keys, low_values, scale=scaling).transpose(1, 2)
-    error, bound = (((x.double() - want).norm() / want.norm()).item() for x in (got[:1], rounded))
+    error, bound = relative_error(got[:1], want), relative_error(rounded, want)
     if not error <= 2 * bound:
         raise RuntimeError(f"the fused attention errs by {error:.1e}, bfloat16 SDPA by {bound:.1e}")
     return error, bound
 
 
-def cold_sets(shape: Shape, preset: str, first: Inputs) -> list[Inputs]:
-    """``first`` and as many more inputs as it takes to find none of them in a cache."""
-    return [first, *(Inputs.random(shape, preset, seed) for seed in range(1, -(-_COLD_BYTES // first.packed_bytes)))]
-
-
-def milliseconds(calls: Sequence[Callable[[], object]], replays: int = 51) -> float:
-    """Median time of one call, in milliseconds: a graph of all calls, replayed."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    repeats = -(-_CALLS_TIMED // len(calls))
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    times: list[float] = []
-    while len(times) < 2 or sum(times) < _WARM_UP_MS:
-        times.append(_elapsed(graph.replay))
-    times = [_elapsed(graph.replay) for _ in range(replays)]
-    return statistics.median(times) / (len(calls) * repeats)
-
-
-def _elapsed(call: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def copy_bandwidth() -> float:
-    """Bytes read plus bytes written per second by a large copy on the device."""
-    source = torch.empty(1 << 28, dtype=torch.float32, device="cuda")
-    target = torch.empty_like(source)
-    times = [_elapsed(lambda: target.copy_(source)) for _ in range(12)]  # a graph would not time the same copy
-    return 2 * source.numel() * source.element_size() / (statistics.median(times[2:]) / 1e3)
-
-
 def dense_milliseconds(shape: Shape) -> dict[str, float]:
-    """Time of every SDPA backend that takes the shape, on contiguous bfloat16 keys and values."""
+    """Milliseconds of every SDPA backend that takes the shape, on contiguous bfloat16 keys and values."""
     batch, context, heads, groups, dim = shape
-    size = 4 * batch * heads * context * dim
-    sets = [
-        [torch.randn(batch, heads, context, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-        for _ in range(max(1, -(-_COLD_BYTES // size)))
-    ]
+    sets = cold_inputs(lambda seed: random_tokens(batch, heads, context, dim, seed), 4 * batch * heads * context * dim)
     query = torch.randn(batch, heads * groups, 1, dim, device="cuda", dtype=torch.bfloat16)
     grouped = query.view(batch, heads, groups, dim)
-    backends = {
-        "flash": [SDPBackend.FLASH_ATTENTION],
-        "cudnn": [SDPBackend.CUDNN_ATTENTION],
-        "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-        "default": None,
-    }
+    backends = {name: [getattr(SDPBackend, f"{name.upper()}_ATTENTION")] for name in ("flash", "cudnn", "efficient")}
+    # One query token sees everything, so the query heads of a KV head may also go in as its query tokens.
+    forms = [("", partial(scaled_dot_product_attention, query, enable_gqa=groups > 1))]
+    forms += [(" grouped", partial(scaled_dot_product_attention, grouped))] if groups > 1 else []
     times = {}
-    for name, backend in backends.items():
-        for form in ("", " grouped")[: 1 + (groups > 1)]:
-            # One query token sees everything, so the query heads of a KV head may also go in as its query tokens.
-            if form:
-                calls = [lambda k=k, v=v: scaled_dot_product_attention(grouped, k, v) for k, v in sets]
-            else:
-                calls = [
-                    lambda k=k, v=v: scaled_dot_product_attention(query, k, v, enable_gqa=groups > 1) for k, v in sets
-                ]
+    for name, backend in (backends | {"default": []}).items():
+        for form, attend in forms:
+            calls = [partial(attend, k, v) for k, v in sets]
             with contextlib.suppress(RuntimeError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a page of reasons from every backend that does not take the shape
                 with sdpa_kernel(backend) if backend else contextlib.nullcontext():
@@ -267,18 +133,8 @@ def attention(
 ) -> list[dict[str, Any]]:
     """Measure and print, row by row: packed, the best dense SDPA backend, dequantizing and SDPA, and the copy floor.
 
-    Parameters
-    ----------
-    shapes : iterable of Shape
-        Batch, context, KV heads, query heads per KV head, head_dim.
-    presets : iterable of str
-    out : str or Path, optional
-        Folder for ``bench_attention.json`` and ``.md``.
-
-    Returns
-    -------
-    list of dict
-        One per shape and preset; times in microseconds.
+    Returns one dictionary per shape and preset, with times in microseconds; ``out`` is a folder for
+    ``bench_attention.json`` and ``.md``.
 
     Raises
     ------
@@ -302,43 +158,23 @@ def attention(
             first = Inputs.random(shape, preset)
             error, bound = error_of(first)
             torch.cuda.empty_cache()
-            sets = cold_sets(shape, preset, first)
-            packed = milliseconds([s.attend for s in sets])
-            del sets
+            packed = milliseconds([inputs.attend for inputs in Inputs.cold(shape, preset, first)])
             dense = dense or dense_milliseconds(shape)
             best = min(dense, key=dense.__getitem__)
-            groups = shape.groups
-
-            def dequantize_and_attend(inputs: Inputs = first, groups: int = groups) -> torch.Tensor:
-                keys, values = inputs.dequantized()
-                return scaled_dot_product_attention(inputs.query, keys, values, enable_gqa=groups > 1)
-
-            slow = milliseconds([dequantize_and_attend], replays=5)
-            floor = first.packed_bytes / bandwidth * 1e3
-            results.append(
-                {
-                    **shape._asdict(),
-                    "preset": preset,
-                    "packed": packed * 1e3,
-                    "of_copy": floor / packed,
-                    "floor": floor * 1e3,
-                    "dense": {name: t * 1e3 for name, t in dense.items()},
-                    "best_dense": best,
-                    "ratio": dense[best] / packed,
-                    "dequantize": slow * 1e3,
-                    "error": error,
-                    "sdpa_error": bound,
-                }
-            )
-            print(
-                f"| {', '.join(map(str, shape))} | {preset} | {packed * 1e3:.1f} | {floor / packed:.0%} "
-                f"| {floor * 1e3:.1f} | {dense[best] * 1e3:.1f} ({best}) | {dense[best] / packed:.2f} "
-                f"| {slow * 1e3:.0f} | {error:.1e} ({bound:.1e}) |",
-                flush=True,
-            )
+            slow = milliseconds([first.dequantize_and_attend], replays=5)
+            floor = stored_bytes(first.state) / bandwidth * 1e3
+            times: dict[str, Any] = {"packed": packed * 1e3, "of_copy": floor / packed, "floor": floor * 1e3}
+            times |= {"dense": {name: t * 1e3 for name, t in dense.items()}, "best_dense": best}
+            times |= {"ratio": dense[best] / packed, "dequantize": slow * 1e3, "error": error, "sdpa_error": bound}
+            results.append(shape._asdict() | {"preset": preset} | times)
+            row = (
+                "| {packed:.1f} | {of_copy:.0%} | {floor:.1f} | {fastest:.1f} ({best_dense}) | {ratio:.2f} "
+                "| {dequantize:.0f} | {error:.1e} ({sdpa_error:.1e}) |"
+            ).format(**times, fastest=dense[best] * 1e3)
+            print(f"| {', '.join(map(str, shape))} | {preset} {row}", flush=True)
             if out is not None:
                 save(results, "attention", out)
-            del first, dequantize_and_attend
+            del first
             torch.cuda.empty_cache()
     return results
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,37 +14,25 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import StaticCache
 
-from kvarn_hf.bench.results import save
+from kvarn_hf import ops
+from kvarn_hf.bench.results import measured_with, save
 from kvarn_hf.cache import KVarNCache
+from kvarn_hf.evaluation.blocks import cache_argument
 from kvarn_hf.evaluation.caches import cache_spec
+from kvarn_hf.terminal import steps, table
 
+_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size"),
+)
 SHAPES = {
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 512,
-    },
+    "llama-3.1-8b": dict(zip(_FIELDS, (4096, 14336, 32, 32, 8, 128, 128256), strict=True)),
+    "tiny": dict(zip(_FIELDS, (256, 512, 2, 4, 2, 64, 512), strict=True)),
 }
-
-
 LONGEST = 0  # as a context: what fits
 _WARM_UP_TOKENS = 8
 _FILLED_AT_ONCE = 1 << 18  # tokens, of all rows: a prompt in pieces, as what fits leaves no room for more
@@ -59,20 +48,19 @@ def _fill(cache: Any, model: Any, batch: int, context: int) -> None:
 def fill_kvarn(cache: Any, model: Any, batch: int, context: int) -> None:
     """Random keys and values in every layer of a :class:`KVarNCache`."""
     # In pieces, and without reading them back: what fits leaves no room for a dense layer.
+    piece = _FILLED_AT_ONCE // batch
     for layer in cache.layers:
-        for start in range(0, context, _FILLED_AT_ONCE // batch):
-            states = _random_states(model, batch, min(_FILLED_AT_ONCE // batch, context - start))
-            if start == 0:
-                layer.update(*states)
-            else:
-                layer.state = layer.state.appended(*states).committed()
+        layer.update(*_random_states(model, batch, min(piece, context)))
+        for start in range(piece, context, piece):
+            states = _random_states(model, batch, min(piece, context - start))
+            layer.replace(ops.commit(layer.snapshot().appended(*states)))
 
 
 def _fill_one_layer(cache: Any, model: Any, batch: int, context: int) -> None:
     # The others hold the same: quantizing takes seconds per layer here, and time does not depend on what is held.
     cache.update(*_random_states(model, batch, context), 0)
-    for layer in range(1, model.config.num_hidden_layers):
-        cache.layers[layer] = copy.deepcopy(cache.layers[0])
+    count = model.config.num_hidden_layers
+    cache.layers[1:count] = [copy.deepcopy(cache.layers[0]) for _ in range(1, count)]
 
 
 def _fill_turboquant(cache: Any, model: Any, batch: int, context: int) -> None:
@@ -87,6 +75,10 @@ def _fill_turboquant(cache: Any, model: Any, batch: int, context: int) -> None:
 def _random_states(model: Any, batch: int, context: int) -> list[torch.Tensor]:
     shape = (batch, model.config.num_key_value_heads, context, model.config.head_dim)
     return [torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)]
+
+
+def _fixed_size(model: Any, length: int) -> KVarNCache:
+    return KVarNCache(model.config, max_cache_len=length)
 
 
 @dataclass(frozen=True)
@@ -112,33 +104,24 @@ CONTESTANTS = {
     "hqq-int4": Contestant.named("hqq-int4", fill=_fill_one_layer),
     "fused-turboquant-4bit": Contestant.named("fused-turboquant-4bit", fill=_fill_turboquant),
     "kvarn": Contestant.named("kvarn_k4v2_g128", fill=fill_kvarn),
-    "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), attention="kvarn", fill=fill_kvarn),
+    "kvarn-attention": Contestant(lambda model, length: KVarNCache(model.config), "kvarn", fill_kvarn),
     "kvarn-dequantized": Contestant(lambda model, length: KVarNCache(model.config, fused=False), fill=fill_kvarn),
     "kvarn-k2v2": Contestant.named("kvarn_k2v2_g128", fill=fill_kvarn),
-    "kvarn-compiled": Contestant(lambda model, length: KVarNCache(model.config, max_cache_len=length), fill=fill_kvarn),
-    "kvarn-attention-compiled": Contestant(
-        lambda model, length: KVarNCache(model.config, max_cache_len=length), attention="kvarn", fill=fill_kvarn
-    ),
+    "kvarn-compiled": Contestant(_fixed_size, fill=fill_kvarn),
+    "kvarn-attention-compiled": Contestant(_fixed_size, "kvarn", fill_kvarn),
 }
-
-
-DEFAULT_CACHES = (
-    "dynamic",
-    "static",
-    "quanto-int4",
-    "hqq-int4",
-    "fused-turboquant-4bit",
-    "kvarn",
-    "kvarn-attention",
-    "kvarn-compiled",
-    "kvarn-attention-compiled",
-)
+DEFAULT_CACHES = tuple(name for name in CONTESTANTS if name not in ("kvarn-dequantized", "kvarn-k2v2"))
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One row: median milliseconds of a decode step, tokens that all rows get in a second, seconds that compiling and
-    capturing took before, and memory in GiB after filling the cache and at the peak."""
+    """What was measured of one cache; None where it failed, and ``failure`` says why.
+
+    ``context`` tokens are in each row before the first step; ``step_ms`` is the median decode step in milliseconds,
+    ``tokens_per_second`` counts the new tokens of all rows, ``warm_up_s`` are the seconds that compiling and capturing
+    took before, and ``cache_gib`` and ``peak_gib`` are memory beyond the weights, after filling the cache and at the
+    peak.
+    """
 
     cache: str
     batch: int
@@ -160,12 +143,12 @@ def generate(
     device: str = "cuda",
     out: str | Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Time decode steps of ``generate()`` with every cache, at every batch and context.
+    """Time decode steps of ``generate()`` with every cache, at every batch and context, and print and save what comes.
 
-    The cache is filled with random keys and values, not by a prefill, so that a run takes minutes. Then ``generate()``
-    runs twice: for a few tokens, in which caches that compile do so, and for ``new_tokens``, which count. Rows are
-    printed, and written, as they come. What every contestant that compiles would have to wait for, the compiler's own
-    start, is done before.
+    The cache is filled with random keys and values instead of a prefill, so that a run takes minutes. ``generate()``
+    then runs twice: for a few tokens, in which caches that compile do so, and for ``new_tokens``, which count. The
+    compiler's own start, for which every contestant that compiles would wait, comes before all of them. Returns the
+    fields of a :class:`Timing` for every run.
 
     Parameters
     ----------
@@ -178,15 +161,8 @@ def generate(
         Keys of :data:`CONTESTANTS`.
     new_tokens : int
         Steps to time.
-    device : str
-        Where to run.
     out : str or Path, optional
         Folder for ``bench_generate.json`` and ``.md``.
-
-    Returns
-    -------
-    list of dict
-        The fields of :class:`Timing`.
     """
     unknown = [name for name in caches if name not in CONTESTANTS]
     if unknown:
@@ -195,16 +171,15 @@ def generate(
     model = random_model(shape, device)
     _start_compiler(device)
     rows: list[Timing] = []
-    with Progress(console=console) as progress, torch.inference_mode():
-        task = progress.add_task("decoding", total=len(batches) * len(contexts) * len(caches))
-        for batch in batches:
-            for context in contexts:
-                for name in caches:
-                    rows.append(_time(model, name, batch, context, new_tokens))
-                    console.print(_line(rows[-1]))
-                    if out is not None:
-                        save([asdict(row) for row in rows], "generate", out)
-                    progress.advance(task)
+    runs = list(itertools.product(batches, contexts, caches))
+    with steps(console, "decoding", len(runs)) as bar, torch.inference_mode():
+        for batch, context, name in runs:
+            bar.begin(f"{name} batch {batch} context {context or 'that fits'}")
+            rows.append(_time(model, name, batch, context, new_tokens))
+            bar.found(_summary(rows[-1]))
+            if out is not None:
+                save([asdict(row) for row in rows], "generate", out)
+            bar.end()
     console.print(_table(rows, shape))
     return [asdict(row) for row in rows]
 
@@ -223,24 +198,24 @@ def random_model(shape: str, device: str) -> Any:
 
 def _start_compiler(device: str) -> None:
     """Imports, and the processes that compile: the first to compile anything waits for them."""
-    torch.compile(lambda x: torch.nn.functional.gelu(x) + x.sum(), mode="reduce-overhead")(
-        torch.ones(64, 64, device=device)
-    )
+    compiled = torch.compile(lambda x: torch.nn.functional.gelu(x) + x.sum(), mode="reduce-overhead")
+    compiled(torch.ones(64, 64, device=device))
     torch._dynamo.reset()
 
 
 def _longest(model: Any, contestant: Contestant, batch: int, steps: int) -> int:
     """Tokens per row that a cache has room for, by what it holds per token."""
-    held, lengths = [], (8192, 16384)
-    for length in lengths:
-        before = _allocated()
-        cache = contestant.make(model, length)
+    short, long = 8192, 16384
+
+    def held(length: int) -> int:
+        before, cache = _allocated(), contestant.make(model, length)
         contestant.fill(cache, model, batch, length)
-        held.append(torch.cuda.memory_allocated() - before)
-        del cache
-    per_token = (held[1] - held[0]) / (lengths[1] - lengths[0])
+        return torch.cuda.memory_allocated() - before
+
+    least = held(short)
+    per_token = (held(long) - least) / (long - short)
     room = torch.cuda.get_device_properties(model.device).total_memory * (1 - _RESERVED) - _allocated()
-    return int((room - held[0]) / per_token + lengths[0] - steps) // 1024 * 1024
+    return int((room - least) / per_token + short - steps) // 1024 * 1024
 
 
 def _allocated() -> int:
@@ -252,11 +227,11 @@ def _allocated() -> int:
 def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> Timing:
     contestant = CONTESTANTS[name]
     model.set_attn_implementation(contestant.attention)
-    steps_to_come = _WARM_UP_TOKENS + new_tokens + 2
+    room = _WARM_UP_TOKENS + new_tokens + 2
     base = _allocated()
     try:
-        context = context or _longest(model, contestant, batch, steps_to_come)
-        cache = contestant.make(model, context + steps_to_come)
+        context = context or _longest(model, contestant, batch, room)
+        cache = contestant.make(model, context + room)
         contestant.fill(cache, model, batch, context)
         held = torch.cuda.memory_allocated() - base
         torch.cuda.reset_peak_memory_stats()
@@ -264,10 +239,9 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
         start = time.perf_counter()
         decode(model, cache, batch, _WARM_UP_TOKENS)
         taken = time.perf_counter() - start
-        steps = decode(model, cache, batch, new_tokens)
+        step, gib = statistics.median(decode(model, cache, batch, new_tokens)), 2.0**-30
         peak = torch.cuda.max_memory_allocated() - base
-        warm_up = max(0.0, taken - _WARM_UP_TOKENS * statistics.median(steps))
-        step, gib = statistics.median(steps), 2.0**-30
+        warm_up = max(0.0, taken - _WARM_UP_TOKENS * step)
         return Timing(name, batch, context, 1e3 * step, batch / step, warm_up, held * gib, peak * gib)
     except Exception as error:  # a competitor that fails is a row of the table, not the end of the run
         return Timing(name, batch, context, *(None,) * 5, failure=f"{type(error).__name__}: {error}"[:200])
@@ -280,65 +254,46 @@ def _time(model: Any, name: str, batch: int, context: int, new_tokens: int) -> T
 
 def decode(model: Any, cache: Any, batch: int, tokens: int) -> list[float]:
     """Seconds of ``generate()``'s steps, but for the first, as it makes ``tokens`` tokens behind what a cache holds."""
-    shape = batch, int(cache.get_seq_length()) + 1
-    ids = torch.randint(1, model.config.vocab_size, shape, device=model.device)
-    clock = _StepClock()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        do_sample=False,
-        stopping_criteria=[clock],
-    )
-    return clock.steps()
+    ids = torch.randint(1, model.config.vocab_size, (batch, int(cache.get_seq_length()) + 1), device=model.device)
+    times: list[float] = []
 
-
-class _StepClock:
-    """A stopping criterion that never stops, and notes when it was asked."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def never(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """A stopping criterion that never stops, and notes when it was asked."""
         torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        times.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    def steps(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+    cached = {cache_argument(model): cache, "attention_mask": torch.ones_like(ids)}
+    model.generate(ids, max_new_tokens=tokens, do_sample=False, stopping_criteria=[never], **cached)
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def _line(row: Timing) -> str:
+def describe(shape: str) -> str:
+    """What the steps are of, as a title."""
+    made = measured_with()
+    return f"generate(), {shape} shape, bfloat16, {made['gpu']}, torch {made['torch']}"
+
+
+def _summary(row: Timing) -> str:
     if row.failure is not None:
-        return f"{row.cache} batch {row.batch} context {row.context}: {row.failure}"
+        return row.failure
     return (
-        f"{row.cache} batch {row.batch} context {row.context}: {row.step_ms:.2f} ms a step, "
-        f"{row.warm_up_s:.1f} s warm-up, {row.cache_gib:.2f} GiB held, {row.peak_gib:.2f} GiB peak"
+        f"{row.context:,} tokens, {row.step_ms:.2f} ms a step, {row.warm_up_s:.1f} s warm-up, "
+        f"{row.cache_gib:.2f} GiB held, {row.peak_gib:.2f} GiB peak"
     )
+
+
+def _cell(figure: float | None, decimals: int = 2) -> str:
+    return "-" if figure is None else f"{figure:.{decimals}f}"
 
 
 def _table(rows: Sequence[Timing], shape: str) -> Table:
-    table = Table(
-        title=f"generate(), {shape} shape, bfloat16, {torch.cuda.get_device_name()}, torch {torch.__version__}"
-    )
-    for column in (
-        "batch",
-        "context",
-        "cache",
-        "ms a step",
-        "tokens/s",
-        "vs dynamic",
-        "warm-up s",
-        "GiB held",
-        "GiB peak",
-    ):
-        table.add_column(column, justify="right")
+    figures = "ms a step", "tokens /s", "vs dense", "warm up s", "GiB held", "GiB peak"
+    made = table("rows", "tokens", "cache", *figures, title=describe(shape), names=("cache",))
     dense = {(r.batch, r.context): r.step_ms for r in rows if r.cache == "dynamic"}
     for r in rows:
         base = dense.get((r.batch, r.context))
         ratio = f"{base / r.step_ms:.2f}x" if base and r.step_ms else "-"
-        measured = (r.step_ms, r.tokens_per_second, r.warm_up_s, r.cache_gib, r.peak_gib)
-        figures = ["-" if x is None else f"{x:.2f}" for x in measured]
-        table.add_row(str(r.batch), str(r.context), r.cache, *figures[:2], ratio, *figures[2:])
-    return table
+        speed = _cell(r.step_ms), _cell(r.tokens_per_second, 1), ratio, _cell(r.warm_up_s)
+        made.add_row(str(r.batch), str(r.context), r.cache, *speed, _cell(r.cache_gib), _cell(r.peak_gib))
+    return made

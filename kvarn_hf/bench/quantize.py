@@ -1,29 +1,32 @@
-"""Times the quantizing and the dequantizing kernel on this machine's GPU, after checking what they compute."""
+"""What quantizing and dequantizing one layer costs, after checking what the kernels compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from kvarn_hf import ops
+from kvarn_hf.bench.inputs import in_float, packed_state, random_tokens, relative_error, stored_bytes
+from kvarn_hf.bench.results import measured_with
+from kvarn_hf.bench.timing import cold_inputs, copy_bandwidth, milliseconds
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.layers.growing import KVarNLayer
 from kvarn_hf.method import packing
 from kvarn_hf.method import quantize as reference
-from kvarn_hf.method.quantize import Packed
-from kvarn_hf.state.layer_state import LayerState
 from kvarn_hf.state.tiles import PackedTiles
+from kvarn_hf.terminal import table
 
 _LAYERS = 36
-_COPY_BYTES = 1 << 30
+_CHECKED_TOKENS = 8192
+_CLOSE = 4e-3  # relative error of a rounding to bfloat16
 
 
 def quantize(
     tokens: int = 32768, heads: int = 8, head_dim: int = 128, preset: str = "kvarn_k4v2_g128"
-) -> dict[str, float | str]:
+) -> dict[str, Any]:
     """Print a table of times, bandwidths and peak memory of one layer's quantization, and return its figures.
 
     Parameters
@@ -39,80 +42,67 @@ def quantize(
         ``quantize_ms`` (keys and values of the layer), ``flush_ms`` (one tile of every one of 36 layers),
         ``dequantize_ms``, ``dequantize_gb_per_s``, ``copy_gb_per_s``, ``dequantize_share`` (of the copy bandwidth),
         ``differing_codes`` (share, against the torch path on the same inputs), ``prefill_peak_bytes`` (on top of the
-        inputs) and ``dense_bytes``; ``gpu``, ``torch``, ``triton``.
+        inputs), ``dense_bytes``, and what it was measured with.
 
     Raises
     ------
+    ValueError
+        If there are too few tokens for a tile to be packed.
     RuntimeError
         If there is no GPU that the kernels run on, or they compute something other than the torch path.
     """
-    import triton
-
     if not torch.cuda.is_available() or not ops.uses_kernels(torch.device("cuda", torch.cuda.current_device())):
         raise RuntimeError("the quantization benchmark needs a GPU that the Triton kernels run on")
     config = KVarNConfig.from_preset(preset)
     tokens -= tokens % config.tile_size
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (1, heads, tokens, head_dim)
-    keys, values = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(2))
-    figures: dict[str, float | str] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "differing_codes": _differing_codes(keys[:, :, :8192], values[:, :, :8192], config),
-        "quantize_ms": _milliseconds(_quantizing(keys, values, config)),
+    keys, values = random_tokens(1, heads, tokens, head_dim)
+    figures = {
+        **measured_with(),
+        "differing_codes": _differing_codes(keys[:, :, :_CHECKED_TOKENS], values[:, :, :_CHECKED_TOKENS], config),
+        "quantize_ms": _quantize_milliseconds(heads, tokens, head_dim, config),
+        "flush_ms": _quantize_milliseconds(heads, config.tile_size, head_dim, config, layers=_LAYERS),
+        **_dequantizing(keys, values, config),
+        **_prefill_memory(keys, values, config),
     }
-    tile = slice(0, config.tile_size)
-    flushes = [_quantizing(keys[:, :, tile].clone(), values[:, :, tile].clone(), config) for _ in range(_LAYERS)]
-    figures["flush_ms"] = _milliseconds(lambda: [flush() for flush in flushes])
-    figures.update(_dequantizing(keys, values, config))
-    figures.update(_prefill_memory(keys, values, config))
-    _show(figures, shape, config)
+    _show(figures, keys.shape, config)
     return figures
 
 
-def _milliseconds(call: Callable[[], object]) -> float:
-    """Median, the cache of the GPU flushed before every call."""
-    from triton.testing import do_bench
+def _quantize_milliseconds(heads: int, tokens: int, head_dim: int, config: KVarNConfig, layers: int = 1) -> float:
+    """Of quantizing so many tokens in each of some layers."""
 
-    return do_bench(call, warmup=50, rep=200, return_mode="median")
+    def make(seed: int) -> Callable[[], list[PackedTiles]]:
+        inputs = [random_tokens(1, heads, tokens, head_dim, seed * layers + layer) for layer in range(layers)]
+        calls = [_quantizing(keys, values, config) for keys, values in inputs]
+        return lambda: [call() for call in calls]
 
-
-def _graph_milliseconds(call: Callable[[], object]) -> float:
-    """Median over replays of a CUDA graph: what the GPU takes, however slowly Python launches it."""
-    from triton.testing import do_bench_cudagraph
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        return do_bench_cudagraph(call, rep=100, return_mode="median")
+    return milliseconds(cold_inputs(make, layers * 4 * heads * tokens * head_dim))
 
 
-def _quantizing(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> Callable[[], None]:
+def _quantizing(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> Callable[[], PackedTiles]:
     """A call that quantizes these tokens into arenas that are there already."""
     batch, heads, length, key_dim = keys.shape
-    tiles = PackedTiles.allocate(
-        batch, heads, key_dim, values.shape[3], config, length // config.tile_size, keys.device
-    )
-    prescale = ops.key_prescale(keys[:, :, : config.tile_size]) if config.method == "kvarn" else None
-    return lambda: ops.quantize(keys, values, prescale, tiles, config, config.sink_length, None)
+    count = length // config.tile_size
+    tiles = PackedTiles.allocate(batch, heads, key_dim, values.shape[3], config, count, keys.device)
+    prescale = ops.key_prescale(keys[:, :, : config.tile_size])
+
+    def call() -> PackedTiles:
+        ops.quantize(keys, values, prescale, tiles, config, config.sink_length, None)
+        return tiles.truncated(count)
+
+    return call
 
 
 def _differing_codes(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> float:
     """Share of codes that differ from the torch path's; any that differ by more than one are an error."""
-    batch, heads, length, key_dim = keys.shape
-    size, count = config.tile_size, length // config.tile_size
-    tiles = PackedTiles.allocate(batch, heads, key_dim, values.shape[3], config, count, keys.device)
-    prescale = ops.key_prescale(keys[:, :, :size])
-    ops.quantize(keys, values, prescale, tiles, config, config.sink_length, None)
-    key_tiles, value_tiles = (x.unflatten(2, (-1, size)) for x in (keys, values))
-    expected = (
-        packing.unpack_keys(reference.quantize_keys(key_tiles, prescale.unsqueeze(2), config).codes, config.key_bits),
-        packing.unpack_values(reference.quantize_values(value_tiles, config).codes, config.value_bits),
-    )
-    actual = (
-        packing.unpack_keys(tiles.keys.codes[:, :, :count], config.key_bits),
-        packing.unpack_values(tiles.values.codes[:, :, :count], config.value_bits),
-    )
-    difference = torch.cat([(a.short() - b.short()).abs().flatten() for a, b in zip(expected, actual, strict=True)])
+    actual = _quantizing(keys, values, config)().filled()
+    prescale = ops.key_prescale(keys[:, :, : config.tile_size]).unsqueeze(2)
+    key_tiles, value_tiles = (x.unflatten(2, (-1, config.tile_size)) for x in (keys, values))
+    expected = (reference.quantize_keys(key_tiles, prescale, config), reference.quantize_values(value_tiles, config))
+    unpacks = (packing.unpack_keys, config.key_bits), (packing.unpack_values, config.value_bits)
+    sides = zip(actual, expected, unpacks, strict=True)
+    codes = [(unpack(got.codes, bits).short(), unpack(want.codes, bits).short()) for got, want, (unpack, bits) in sides]
+    difference = torch.cat([(got - want).abs().flatten() for got, want in codes])
     share = (difference > 0).double().mean().item()
     if difference.max() > 1 or share > 1e-3:
         raise RuntimeError(
@@ -122,40 +112,22 @@ def _differing_codes(keys: torch.Tensor, values: torch.Tensor, config: KVarNConf
 
 
 def _dequantizing(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> dict[str, float]:
-    state = LayerState.empty(config, keys, values).appended(keys, values).committed()
-    sink, tail, tiles = config.sink_length, state.tail_start, state.tiles
-    if not tiles.count:
-        raise RuntimeError(
-            f"tokens must be more than {sink + config.residual_length} for a tile to be packed, got {keys.shape[2]}"
-        )
-    prescale = None if state.prescale is None else state.prescale.unsqueeze(2)
-    few = slice(0, min(8, tiles.count))
-    key_part, value_part = (Packed(*(t[:, :, few] for t in part)) for part in tiles.filled())
-    expected = reference.dequantize_keys(key_part, prescale, config), reference.dequantize_values(value_part, config)
-    for name, want, got, given in zip(("keys", "values"), expected, ops.dense(state), (keys, values), strict=True):
-        if not (
-            torch.equal(got[:, :, :sink], given[:, :, :sink]) and torch.equal(got[:, :, tail:], given[:, :, tail:])
-        ):
+    state = packed_state(keys, values, config)
+    sink, tail = config.sink_length, state.tail_start
+    sides = zip(("keys", "values"), in_float(state), ops.dense(state), (keys, values), strict=True)
+    for name, want, got, given in sides:
+        if not all(torch.equal(got[:, :, part], given[:, :, part]) for part in (slice(sink), slice(tail, None))):
             raise RuntimeError(f"the dense {name} came back changed")
-        want = want.flatten(2, 3)
-        difference = (got[:, :, sink : sink + want.shape[2]].float() - want).norm() / want.norm()
-        if not difference < 4e-3:  # bfloat16
+        difference = relative_error(got[:, :, sink:tail], want[:, :, sink:tail])
+        if not difference < _CLOSE:
             raise RuntimeError(f"the dequantized {name} are not the torch path's: relative difference {difference:.1e}")
-    milliseconds = _graph_milliseconds(lambda: ops.dense(state))
-    packed = sum(t[:, :, : tiles.count].nbytes for t in (*tiles.keys, *tiles.values))
-    moved = packed + keys.nbytes + values.nbytes + state.dense.keys.nbytes + state.dense.values.nbytes
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy = 2 * _COPY_BYTES / _milliseconds(lambda: target.copy_(source)) / 1e6
-    return {
-        "dequantize_ms": milliseconds,
-        "dequantize_gb_per_s": moved / milliseconds / 1e6,
-        "copy_gb_per_s": copy,
-        "dequantize_share": moved / milliseconds / 1e6 / copy,
-    }
+    taken = milliseconds([lambda: ops.dense(state)])
+    rate = (stored_bytes(state) + keys.nbytes + values.nbytes) / taken / 1e6
+    copy = copy_bandwidth() / 1e9
+    return {"dequantize_ms": taken, "dequantize_gb_per_s": rate, "copy_gb_per_s": copy, "dequantize_share": rate / copy}
 
 
-def _prefill_memory(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> dict[str, float]:
+def _prefill_memory(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfig) -> dict[str, int]:
     """Peak of one prefill through a layer, beyond the keys and values that the model made."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -163,35 +135,24 @@ def _prefill_memory(keys: torch.Tensor, values: torch.Tensor, config: KVarNConfi
     torch.cuda.reset_peak_memory_stats()
     KVarNLayer(config).update(keys, values)
     torch.cuda.synchronize()
-    return {
-        "prefill_peak_bytes": torch.cuda.max_memory_allocated() - before,
-        "dense_bytes": keys.nbytes + values.nbytes,
-    }
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"prefill_peak_bytes": peak, "dense_bytes": keys.nbytes + values.nbytes}
 
 
-def _show(figures: dict, shape: tuple[int, ...], config: KVarNConfig) -> None:
+def _show(figures: dict[str, Any], shape: torch.Size, config: KVarNConfig) -> None:
     _, heads, tokens, head_dim = shape
-    table = Table(
-        title=f"{config.name}, {heads} KV heads, head_dim {head_dim}, bfloat16",
-        caption=f"{figures['gpu']}, torch {figures['torch']}, triton {figures['triton']}; medians",
-    )
-    table.add_column("")
-    table.add_column("measured", justify="right")
-    table.add_column("")
-    table.add_row(f"quantize K and V of {tokens:,} tokens", f"{figures['quantize_ms']:.2f} ms", "")
-    table.add_row(f"quantize one tile in each of {_LAYERS} layers", f"{figures['flush_ms']:.2f} ms", "")
-    table.add_row(
-        f"dequantize K and V of {tokens:,} tokens",
-        f"{figures['dequantize_ms'] * 1e3:.0f} us",
-        f"{figures['dequantize_gb_per_s']:,.0f} GB/s, {figures['dequantize_share']:.0%} of "
-        f"a copy's {figures['copy_gb_per_s']:,.0f}",
-    )
-    table.add_row(
-        "peak memory of a prefill, beyond its input",
-        f"{figures['prefill_peak_bytes'] / 2**20:.1f} MiB",
-        f"the dense cache takes {figures['dense_bytes'] / 2**20:.1f} MiB",
-    )
-    table.add_row(
-        "codes that differ from the torch path's", f"{figures['differing_codes']:.1e}", "each by one, at a rounding tie"
-    )
-    Console().print(table)
+    title = f"{config.name}, {heads} KV heads, head_dim {head_dim}, bfloat16"
+    made = table(("", 20), ("measured", 9), (" ", 20), title=title, names=("", " "))
+    made.caption = f"{figures['gpu']}, torch {figures['torch']}, triton {figures['triton']}; medians"
+    bandwidth = "{dequantize_gb_per_s:,.0f} GB/s, {dequantize_share:.0%} of a copy's {copy_gb_per_s:,.0f}"
+    mib = {name: figures[name] / 2**20 for name in ("prefill_peak_bytes", "dense_bytes")}
+    dense = "the dense cache takes {dense_bytes:.1f} MiB"
+    for what, measured, beside in (
+        (f"quantize K and V of {tokens:,} tokens", "{quantize_ms:.2f} ms", ""),
+        (f"quantize one tile in each of {_LAYERS} layers", "{flush_ms:.2f} ms", ""),
+        (f"dequantize K and V of {tokens:,} tokens", f"{figures['dequantize_ms'] * 1e3:.0f} us", bandwidth),
+        ("peak memory of a prefill, beyond its input", "{prefill_peak_bytes:.1f} MiB", dense),
+        ("codes that differ from the torch path's", "{differing_codes:.1e}", "each by one, at a rounding tie"),
+    ):
+        made.add_row(what, *(text.format(**figures | mib) for text in (measured, beside)))
+    Console().print(made)

@@ -12,17 +12,8 @@ import transformers
 
 
 def save(rows: Sequence[dict[str, Any]], benchmark: str, folder: str | Path) -> Path:
-    """Write ``bench_<benchmark>.json`` and ``.md``, and return the JSON file's path.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        All with the same keys.
-    benchmark : str
-        Its name.
-    folder : str or Path
-        Created if it is not there.
-    """
+    """Write rows with the same keys as ``bench_<benchmark>.json`` and ``.md`` into a folder, which is created if it is
+    not there, and return the JSON file's path."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"bench_{benchmark}.json"
@@ -41,12 +32,7 @@ def measured_with() -> dict[str, str]:
     import triton
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {
-        "gpu": gpu,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "triton": triton.__version__,
-    }
+    return {"gpu": gpu} | {package.__name__: package.__version__ for package in (torch, transformers, triton)}
 
 
 def _cell(value: Any) -> str:

@@ -34,12 +34,10 @@ def logits_in_blocks(
     skip: int = 0,
     attention_mask: torch.Tensor | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Run a text through a cache in blocks.
+    """Run a text through a cache in blocks, and yield the logits of each.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-        A causal language model.
     input_ids : torch.Tensor
         ``[rows, tokens]``, int64.
     cache : transformers.Cache
@@ -54,8 +52,7 @@ def logits_in_blocks(
     Yields
     ------
     torch.Tensor
-        ``[rows, positions, vocabulary]``, the block's logits from position ``skip`` on, in the model's dtype; blocks
-        that lie before it yield nothing.
+        ``[rows, positions, vocabulary]`` from position ``skip`` on, in the model's dtype; blocks before it yield none.
     """
     start = 0
     positions = None if attention_mask is None else (attention_mask.cumsum(1) - 1).clamp_min(0)

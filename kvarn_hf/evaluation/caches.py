@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -20,47 +21,24 @@ from kvarn_hf.cache import KVarNCache
 from kvarn_hf.config import METHODS, PRESETS, KVarNConfig
 
 # In the order in which they are worth having when time is short.
-DEFAULT_CACHES = (
-    "kvarn_k4v2_g128",
-    "published_k4v2_g128",
-    "quanto-int4",
-    "rtn_k4v2_g128",
-    "kvarn_k2v2_g128",
-    "published_k2v2_g128",
-    "hadamard_k4v2_g128",
-    "kvarn_k3v2_g128",
-    "kvarn_k4v4_g128",
-    "published_k4v4_g128",
-    "hqq-int4",
-    "turboquant-4bit",
-    "rtn_k2v2_g128",
-    "hadamard_k2v2_g128",
-    "published_k3v2_g128",
-    "quanto-int2",
-    "hqq-int2",
-)
+_BY_WORTH = """
+    kvarn_k4v2_g128 published_k4v2_g128 quanto-int4 rtn_k4v2_g128
+    kvarn_k2v2_g128 published_k2v2_g128 hadamard_k4v2_g128
+    kvarn_k3v2_g128 kvarn_k4v4_g128 published_k4v4_g128 hqq-int4 turboquant-4bit
+    rtn_k2v2_g128 hadamard_k2v2_g128 published_k3v2_g128 quanto-int2 hqq-int2
+"""
+DEFAULT_CACHES = tuple(_BY_WORTH.split())
 
 
 @dataclass(frozen=True)
 class CacheSpec:
     """A cache that can be made for any model.
 
-    Parameters
-    ----------
-    name : str
-    make : callable
-        Takes the model, returns an empty cache.
-    bits_per_element : callable
-        Takes head_dim, returns the stored bits of a quantized key or value element, scales included, in a model of
-        16-bit floating point.
-    kvarn : KVarNConfig, optional
-        The settings, of a :class:`~kvarn_hf.KVarNCache`.
-    package : str, optional
-        What has to be importable.
-    reads_in_blocks : bool
-        Whether several new tokens at once attend to the history; otherwise only single tokens do.
-    release : callable
-        Takes the model and undoes what ``make`` did to it.
+    ``make`` takes the model and returns an empty cache, and ``release`` undoes what that did to the model.
+    ``bits_per_element`` takes head_dim and returns the stored bits of a quantized key or value element, scales
+    included, in a model of 16-bit floating point. ``kvarn`` are the settings of a :class:`~kvarn_hf.KVarNCache`,
+    ``package`` is what must be importable. Where ``reads_in_blocks`` is False, only single new tokens attend to the
+    history.
     """
 
     name: str
@@ -144,18 +122,6 @@ def _with_layers(make_layer: Callable[[], Any]) -> Callable[[Any], Cache]:
     return make
 
 
-def _quanto_layer(bits: int) -> Any:
-    from transformers.cache_utils import QuantoQuantizedLayer
-
-    return QuantoQuantizedLayer(nbits=bits)
-
-
-def _hqq_layer(bits: int) -> Any:
-    from transformers.cache_utils import HQQQuantizedLayer
-
-    return HQQQuantizedLayer(nbits=bits, axis_key=1, axis_value=1)  # the axis that its documentation recommends
-
-
 def _turboquant_layer(bits: int) -> Any:
     import numpy
     from turboquant.cache import TurboQuantLayer
@@ -170,30 +136,29 @@ def _turboquant_layer(bits: int) -> Any:
     return Layer(bits=bits)
 
 
-def _patch_fused_turboquant(model: Any) -> Any:
-    from fused_turboquant.hf.fused_cache import patch_model
-
-    return patch_model(model, bits=4, verify=False)
-
-
-def _unpatch_fused_turboquant(model: Any) -> None:
-    from fused_turboquant.hf.fused_cache import unpatch_model
-
-    unpatch_model(model)
+def _fused_turboquant(name: str, **options: Any) -> Callable[[Any], Any]:
+    """A function of the package that is imported when it is called."""
+    return lambda model: getattr(import_module("fused_turboquant.hf.fused_cache"), name)(model, **options)
 
 
-def _grouped(bits: int) -> Callable[[int], float]:
-    return lambda head_dim: bits + 2 * 16 / 64  # a scale and a zero point for every 64 elements
+def _quantized(backend: str, bits: int, package: str) -> CacheSpec:
+    def layer() -> Any:
+        from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
+
+        if backend == "quanto":
+            return QuantoQuantizedLayer(nbits=bits)
+        return HQQQuantizedLayer(nbits=bits, axis_key=1, axis_value=1)  # the axis that its documentation recommends
+
+    stored = bits + 2 * 16 / 64  # a scale and a zero point for every 64 elements
+    return CacheSpec(f"{backend}-int{bits}", _with_layers(layer), lambda head_dim: stored, package=package)
 
 
 _OTHERS = {
     spec.name: spec
     for spec in (
         CacheSpec("dense", lambda model: DynamicCache(config=model.config), lambda head_dim: 16.0),
-        CacheSpec("quanto-int4", _with_layers(lambda: _quanto_layer(4)), _grouped(4), package="optimum.quanto"),
-        CacheSpec("quanto-int2", _with_layers(lambda: _quanto_layer(2)), _grouped(2), package="optimum.quanto"),
-        CacheSpec("hqq-int4", _with_layers(lambda: _hqq_layer(4)), _grouped(4), package="hqq"),
-        CacheSpec("hqq-int2", _with_layers(lambda: _hqq_layer(2)), _grouped(2), package="hqq"),
+        *(_quantized("quanto", bits, "optimum.quanto") for bits in (4, 2)),
+        *(_quantized("hqq", bits, "hqq") for bits in (4, 2)),
         # Codes of any width take a byte each, and a vector's norm is a float32.
         CacheSpec(
             "turboquant-4bit",
@@ -203,11 +168,11 @@ _OTHERS = {
         ),
         CacheSpec(
             "fused-turboquant-4bit",
-            _patch_fused_turboquant,
+            _fused_turboquant("patch_model", bits=4, verify=False),
             lambda head_dim: 4 + 32 / head_dim,
             package="fused_turboquant",
             reads_in_blocks=False,
-            release=_unpatch_fused_turboquant,
+            release=_fused_turboquant("unpatch_model"),
         ),
     )
 }

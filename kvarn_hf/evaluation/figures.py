@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,10 +12,7 @@ from typing import Any
 from kvarn_hf.plotting.style import dress, figure, series_style
 
 Record = dict[str, Any]
-_COMPARABLE = (
-    ("4-bit keys", r"_k4v2_g128$|-int4$|-4bit$"),
-    ("2-bit keys", r"_k2v2_g128$|-int2$"),
-)
+_COMPARABLE = (("4-bit keys", r"_k4v2_g128$|-int4$|-4bit$"), ("2-bit keys", r"_k2v2_g128$|-int2$"))
 _DASHES = {"accumulated": "-", "static": "--"}
 
 
@@ -46,76 +43,77 @@ def _panels(records: list[Record]) -> list[tuple[str, list[str]]]:
     return [(title, chosen) for title, chosen in panels if set(chosen) - {"dense"}]
 
 
-def _accumulation(records: list[Record], model: str) -> Any:
-    """Mean KL by position, accumulated and static, of the longest texts."""
+def _longest(records: list[Record]) -> list[Record]:
     tokens = max(r["tokens"] for r in records)
-    longest = [r for r in records if r["tokens"] == tokens]
-    panels = _panels(longest)
+    return [r for r in records if r["tokens"] == tokens]
+
+
+def _means(columns: Sequence[Sequence[float]]) -> list[float]:
+    return [mean(column) for column in zip(*columns, strict=True)]
+
+
+def _by_history(
+    records: list[Record],
+    model: str,
+    curve: Callable[[list[Record]], tuple[list[float], list[float]]],
+    labels: tuple[str, str],
+    **scale: Any,
+) -> Any:
+    """A panel for caches of each size: a solid line for what accumulates and a dashed one for the static history."""
+    panels = _panels(records)
     if not panels:
         return None
-    drawn, (row,) = figure(1, len(panels), size=(5.2 * len(panels), 3.8), sharey=True)
+    drawn, (row,) = figure(1, len(panels), size=(5.2 * len(panels), 3.7), sharey=True)
     for axes, (title, caches) in zip(row, panels, strict=True):
         for i, cache in enumerate(caches):
-            style = series_style(i)
+            label: str | None = cache
             for history, dashes in _DASHES.items():
-                group = [r for r in longest if (r["cache"], r["history"]) == (cache, history)]
-                if not group:
-                    continue
-                values = [mean(column) for column in zip(*(r["by_position"] for r in group), strict=True)]
-                first, width = group[0]["first_position"], group[0]["position_width"]
-                positions = [first + width * (n + 0.5) for n in range(len(values))]
-                label = cache if history == "accumulated" else None
-                axes.plot(positions, values, dashes, color=style.color, marker=style.marker, markersize=3, label=label)
-        axes.set_yscale("log")
-        dress(axes, f"{model}, {title} (dashed: static)", "position (tokens)", "mean KL (nats)", legend=True)
+                group = [r for r in records if (r["cache"], r["history"]) == (cache, history)]
+                if group:
+                    axes.plot(*curve(group), label=label, **series_style(i).line(linestyle=dashes))
+                    label = None
+        dress(axes, f"{model}, {title} (dashed: static)", *labels, legend=True)
+        axes.set(**scale)
     return drawn
+
+
+def _accumulation(records: list[Record], model: str) -> Any:
+    """Mean KL by position, accumulated and static, of the longest texts."""
+
+    def curve(group: list[Record]) -> tuple[list[float], list[float]]:
+        values = _means([r["by_position"] for r in group])
+        first, width = group[0]["first_position"], group[0]["position_width"]
+        return [first + width * (n + 0.5) for n in range(len(values))], values
+
+    return _by_history(_longest(records), model, curve, ("position (tokens)", "mean KL (nats)"), yscale="log")
+
+
+def _retrieval(records: list[Record], model: str) -> Any:
+    """Share of lines found, by the number of lines."""
+
+    def curve(group: list[Record]) -> tuple[list[float], list[float]]:
+        ordered = sorted(group, key=lambda r: r["size"])
+        return [r["size"] for r in ordered], [r["accuracy"] for r in ordered]
+
+    lines = [r for r in records if r["task"] == "lines"]
+    return _by_history(lines, model, curve, ("lines", "share found"), ylim=(-0.03, 1.03))
 
 
 def _tensor(records: list[Record], model: str) -> Any:
     """Error of attention outputs and the magnitude share of the keys' worst errors, by layer."""
-    tokens = max(r["tokens"] for r in records)
-    static = [r for r in records if r["history"] == "static" and r["tokens"] == tokens]
+    static = [r for r in _longest(records) if r["history"] == "static"]
     panels = _panels(static)
     if not panels:
         return None
     drawn, rows = figure(len(panels), 2, size=(10.0, 3.6 * len(panels)))
     for (left, right), (title, caches) in zip(rows, panels, strict=True):
         for i, cache in enumerate(caches):
-            group, style = [r for r in static if r["cache"] == cache], series_style(i)
+            group = [r for r in static if r["cache"] == cache]
             for axes, name in ((left, "attention_error"), (right, "key_worst_magnitude_share")):
-                values = [mean(column) for column in zip(*(r[name] for r in group), strict=True)]
-                look: dict[str, Any] = {
-                    "color": style.color,
-                    "linestyle": style.linestyle,
-                    "marker": style.marker,
-                    "markersize": 3,
-                }
-                axes.plot(group[0]["layers"], values, label=cache, **look)
+                axes.plot(group[0]["layers"], _means([r[name] for r in group]), label=cache, **series_style(i).line())
         left.set_yscale("log")
         dress(left, f"{model}, {title}: attention output", "layer", "relative error", legend=True)
         dress(right, "keys: the 5 % largest errors", "layer", "magnitude share of the squared error")
-    return drawn
-
-
-def _retrieval(records: list[Record], model: str) -> Any:
-    """Share of lines found, by the number of lines."""
-    lines = [r for r in records if r["task"] == "lines"]
-    panels = _panels(lines)
-    if not panels:
-        return None
-    drawn, (row,) = figure(1, len(panels), size=(5.2 * len(panels), 3.6), sharey=True)
-    for axes, (title, caches) in zip(row, panels, strict=True):
-        for i, cache in enumerate(caches):
-            style = series_style(i)
-            for history, dashes in _DASHES.items():
-                group = sorted(
-                    (r for r in lines if (r["cache"], r["history"]) == (cache, history)), key=lambda r: r["size"]
-                )
-                label = cache if history == "accumulated" else None
-                sizes, values = [r["size"] for r in group], [r["accuracy"] for r in group]
-                axes.plot(sizes, values, dashes, color=style.color, marker=style.marker, label=label)
-        axes.set_ylim(-0.03, 1.03)
-        dress(axes, f"{model}, {title} (dashed: static)", "lines", "share found", legend=True)
     return drawn
 
 

@@ -80,9 +80,8 @@ class KVarNLM(HFLM):
         ends before it.
         """
         tokens = inps.shape[1]
-        lengths = block_lengths(tokens, self.block)
-        if not self.spec.reads_in_blocks:
-            lengths = block_lengths(tokens, 1, first=self.block)
+        whole = self.spec.reads_in_blocks
+        lengths = block_lengths(tokens, self.block) if whole else block_lengths(tokens, 1, first=self.block)
         with self._autocast(), self.spec.opened(self.model) as cache:
             return torch.cat(list(logits_in_blocks(self.model, inps, cache, lengths)), 1)
 
@@ -118,6 +117,7 @@ class KVarNLM(HFLM):
         return torch.autocast(self.device.type, chosen, enabled=chosen is not None)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """As in ``HFLM``, through the cache."""
         self._generated = []
         texts = super().generate_until(requests, disable_tqdm)
         self._report(self._generated)
@@ -130,36 +130,21 @@ class KVarNLM(HFLM):
 
     def _report(self, lengths: Iterable[int]) -> None:
         """Say how many tiles requests quantized that held so many tokens."""
-        if self.spec.kvarn is None:
+        lengths, config, name = list(lengths), self.spec.kvarn, self.spec.name
+        if config is None or not lengths:
             return
-        lengths = list(lengths)
-        tiles = [self.spec.kvarn.packed_tiles(length) for length in lengths]
+        tiles = [config.packed_tiles(length) for length in lengths]
         self.tiles.update(tiles)
-        if not tiles:
-            return
         for length, count in zip(lengths, tiles, strict=True):
-            _LOGGER.debug("%s: %d tokens, %d tiles quantized", self.spec.name, length, count)
-        _LOGGER.info(
-            "%s: %d requests quantized %d to %d tiles each, %.1f on average",
-            self.spec.name,
-            len(tiles),
-            min(tiles),
-            max(tiles),
-            sum(tiles) / len(tiles),
-        )
+            _LOGGER.debug("%s: %d tokens, %d tiles quantized", name, length, count)
+        figures = len(tiles), min(tiles), max(tiles), sum(tiles) / len(tiles)
+        _LOGGER.info("%s: %d requests quantized %d to %d tiles each, %.1f on average", name, *figures)
         if not all(tiles):
-            config = self.spec.kvarn
+            sizes = config.sink_length, config.tile_size, config.residual_length
             _LOGGER.warning(
                 "%s: %d of %d requests quantized no tile, so their results are the dense cache's: a tile is packed "
                 "once %d tokens are held (sinks %d, tile %d, newest %d), and the shortest of them held %d",
-                self.spec.name,
-                tiles.count(0),
-                len(tiles),
-                config.sink_length + config.tile_size + config.residual_length,
-                config.sink_length,
-                config.tile_size,
-                config.residual_length,
-                min(lengths),
+                *(name, tiles.count(0), len(tiles), sum(sizes), *sizes, min(lengths)),
             )
 
 

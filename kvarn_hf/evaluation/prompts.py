@@ -25,15 +25,7 @@ MOST_LINES = len(_ADJECTIVES.split()) * len(_NOUNS.split())
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, how its answer begins, and the digits that come next.
-
-    Parameters
-    ----------
-    prompt : str
-    opening : str
-        Of the answer, up to the number.
-    answer : str
-    """
+    """A prompt, the ``opening`` of its answer up to the number, and the digits that come next."""
 
     prompt: str
     opening: str
@@ -51,9 +43,8 @@ def line_retrieval(lines: int, samples: int, seed: int) -> list[Question]:
         rng = random.Random(f"{seed}/{lines}/{sample}")
         names = rng.sample(all_names, lines)
         numbers = [str(rng.randint(10000, 99999)) for _ in names]
-        record = "\n".join(
-            f"line {name}: REGISTER_CONTENT is <{number}>" for name, number in zip(names, numbers, strict=True)
-        )
+        named = zip(names, numbers, strict=True)
+        record = "\n".join(f"line {name}: REGISTER_CONTENT is <{number}>" for name, number in named)
         asked = rng.randrange(lines)
         prompt = (
             f"Each line of this record has a name and a number. Remember the number of every line.\n\n{record}\n\n"
@@ -64,26 +55,15 @@ def line_retrieval(lines: int, samples: int, seed: int) -> list[Question]:
 
 
 def needle(haystack: str, depths: Sequence[float], samples: int, seed: int) -> list[Question]:
-    """A sentence with a number, put between two lines of a text at each of some depths.
-
-    Parameters
-    ----------
-    haystack : str
-        The whole text around it.
-    depths : sequence of float
-        From 0 (before the text) to 1 (behind it).
-    samples : int
-        Questions for each depth.
-    """
+    """A sentence with a number, put between two lines of a text at each of some depths, from 0 (before it) to 1 (behind
+    it); ``samples`` questions for each depth."""
     pieces = haystack.splitlines(keepends=True)
     questions = []
     for depth in depths:
         for sample in range(samples):
             rng = random.Random(f"{seed}/{depth}/{sample}")
-            city, number = (
-                f"{rng.choice(_ADJECTIVES.split())} {rng.choice(_NOUNS.split())}",
-                str(rng.randint(10000, 99999)),
-            )
+            city = f"{rng.choice(_ADJECTIVES.split())} {rng.choice(_NOUNS.split())}"
+            number = str(rng.randint(10000, 99999))
             place = round(depth * len(pieces))
             sentence = f"The secret number of the {city} is <{number}>.\n"
             text = "".join([*pieces[:place], sentence, *pieces[place:]])

@@ -93,19 +93,9 @@ class PseudoDecodeResult:
 class DenseReference:
     """The dense cache's distributions over some texts, computed once and compared with any number of quantized caches.
 
-    Build with :func:`dense_reference`.
-
-    Parameters
-    ----------
-    input_ids : torch.Tensor
-        ``[rows, tokens]``, int64.
-    log_probs : torch.Tensor
-        ``[rows, positions, vocabulary]``, float32, from position ``skip`` on, on the model's device: 1,024 tokens of a
-        vocabulary of 150,000 hold 400 MB.
-    states : list
-        What every block's layers gave the dense cache.
-    block, skip : int
-        Tokens per forward pass, and the first position that is measured.
+    Build with :func:`dense_reference`. ``input_ids`` ``[rows, tokens]``, int64; ``log_probs`` ``[rows, positions,
+    vocabulary]``, float32, from position ``skip`` on, on the model's device: 1,024 tokens of a vocabulary of 150,000
+    hold 400 MB; ``states`` are what every block's layers gave the dense cache, ``block`` the tokens per forward pass.
     """
 
     input_ids: torch.Tensor
@@ -126,8 +116,6 @@ class DenseReference:
 
         Parameters
         ----------
-        model : transformers.PreTrainedModel
-            The model of :func:`dense_reference`.
         cache : transformers.Cache
             Empty, for instance a :class:`~kvarn_hf.KVarNCache` whose sinks and residual have the length of a block.
         history : str
@@ -135,10 +123,6 @@ class DenseReference:
             keys and values, whatever the model produces.
         block, first : int, optional
             Tokens per forward pass, and in the first one, if not as in the dense run.
-
-        Returns
-        -------
-        PseudoDecodeResult
 
         Raises
         ------
@@ -175,7 +159,7 @@ def dense_reference(
     model : transformers.PreTrainedModel
         A causal language model.
     input_ids : torch.Tensor
-        ``[rows, tokens]``, int64, a text in every row, more than ``skip`` tokens of each.
+        ``[rows, tokens]``, int64, more than ``skip`` tokens of each text.
     block : int
         Tokens per forward pass.
     skip : int
@@ -209,37 +193,12 @@ def dense_reference(
 
 
 def pseudo_decode(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    make_cache: Callable[[], Any],
-    block: int = BLOCK,
-    skip: int = SKIP,
+    model: PreTrainedModel, input_ids: torch.Tensor, make_cache: Callable[[], Any], block: int = BLOCK, skip: int = SKIP
 ) -> PseudoDecodeResult:
     """Measure KL(dense || quantized) of the next-token distributions in pseudo-decode.
 
-    To measure many caches on the same texts, run the dense one once: :func:`dense_reference`.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A causal language model.
-    input_ids : torch.Tensor
-        ``[rows, tokens]``, int64, more than ``skip`` tokens of each text.
-    make_cache : callable
-        Called once without arguments; returns an empty cache.
-    block : int
-        Tokens per forward pass.
-    skip : int
-        First position that is measured.
-
-    Returns
-    -------
-    PseudoDecodeResult
-
-    Raises
-    ------
-    ValueError
-        As in :func:`dense_reference`.
+    To measure many caches on the same texts, run the dense one once: :func:`dense_reference`, whose arguments and
+    errors are the same. ``make_cache`` is called once, without arguments, and returns an empty cache.
 
     Notes
     -----

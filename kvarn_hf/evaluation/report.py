@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 Record = dict[str, Any]
+Section = tuple[str, list[str]]  # a heading, and the lines below it
 
 
 def write_reports(folder: Path) -> list[Path]:
     """Set all results in ``folder`` into tables, one Markdown file for each suite, and return the files."""
     written = []
     for suite, (title, introduction, sections) in _SUITES.items():
-        files = sorted(folder.glob(f"{suite}_*.json"))
-        if not files:
-            continue
         lines = [f"# {title}", "", *introduction.strip().splitlines()]
-        for file in files:
-            content = json.loads(file.read_text())
+        files = sorted(folder.glob(f"{suite}_*.json"))
+        for content in (json.loads(file.read_text()) for file in files):
             for heading, tables in sections(content["results"]):
                 lines += ["", f"## {content['model']}, {heading}", "", *tables]
             lines += ["", f"Measured with: {'; '.join(map(_describe, content['environments']))}."]
-        path = folder / f"{suite}.md"
-        path.write_text("\n".join(lines) + "\n")
-        written.append(path)
+        if files:
+            written.append(folder / f"{suite}.md")
+            written[-1].write_text("\n".join(lines) + "\n")
     return written
 
 
@@ -61,47 +60,47 @@ def _groups(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[Any, 
 def _by_cache(records: list[Record]) -> list[tuple[str, list[Record]]]:
     """Records of each cache: those with fewer bits first, and among equals the one with the smallest error."""
     groups = [(key[0], group) for key, group in _groups(records, ["cache"]).items()]
-    return sorted(groups, key=lambda item: (item[1][0].get("bits") or 99, _error(item[1])))
+    return sorted(groups, key=lambda item: (item[1][0].get("bits") or 99, mean(r.get("mean", 0.0) for r in item[1])))
 
 
-def _error(records: list[Record]) -> float:
-    return mean(r.get("mean", 0.0) for r in records)
+def _cache_table(
+    head: Sequence[str], records: list[Record], cells: Callable[[list[Record]], Iterable[str]]
+) -> list[str]:
+    """A row for each cache, with the cells that its records give."""
+    return _table(["cache", *head], [[f"`{cache}`", *cells(group)] for cache, group in _by_cache(records)])
 
 
-def _divergence(records: list[Record]) -> list[tuple[str, list[str]]]:
-    sections = []
+def _divergence(records: list[Record]) -> Iterator[Section]:
     for setting, chosen in _groups(records, ["tokens", "stretches", "dtype", "history"]).items():
         tokens, stretches, dtype, history = setting
         texts = list(dict.fromkeys(r["text"] for r in chosen))
-        rows, each = [], []
-        for cache, group in _by_cache(chosen):
-            ratio = [r["perplexity_ratio"] for r in group if r.get("perplexity_ratio") is not None]
-            rows.append(
-                [
-                    f"`{cache}`",
-                    _number(group[0].get("bits"), 4),
-                    str(len(group)),
-                    over_texts([r["mean"] for r in group]),
-                    _number(mean(r["median"] for r in group), 2),
-                    _number(mean(r["p999"] for r in group), 2),
-                    _number(max(r["max"] for r in group), 3),
-                    f"{mean(r['top1'] for r in group):.3f}",
-                    f"{mean(ratio):.4f}" if ratio else "",
-                ]
-            )
-            by_text = {r["text"]: r for r in group}
-            cells = [by_text.get(text) for text in texts]
-            each.append(
-                [f"`{cache}`", *(f"{r['mean']:.5f} / {r['p999']:.2f} / {r['top1']:.3f}" if r else "" for r in cells)]
-            )
-        head = ["cache", "bits", "texts", "mean KL", "median", "99.9th", "max", "top-1", "perplexity ratio"]
-        tables = [*_table(head, rows), "", "Mean KL / 99.9th percentile / top-1 agreement on each text:", ""]
-        tables += _table(["cache", *texts], each)
+        head = ["bits", "texts", "mean KL", "median", "99.9th", "max", "top-1", "perplexity ratio"]
+        tables = [*_cache_table(head, chosen, _divergence_of), ""]
+        tables += ["Mean KL / 99.9th percentile / top-1 agreement on each text:", ""]
+        tables += _cache_table(texts, chosen, partial(_each_text, texts))
         if history == "accumulated" or len({r["history"] for r in records}) == 1:
             tables += _positions(chosen)
         times = f"{stretches} times " if stretches > 1 else ""
-        sections.append((f"{times}{tokens:,} tokens, {dtype}, {history}", tables))
-    return sections
+        yield f"{times}{tokens:,} tokens, {dtype}, {history}", tables
+
+
+def _divergence_of(group: list[Record]) -> list[str]:
+    ratio = [r["perplexity_ratio"] for r in group if r.get("perplexity_ratio") is not None]
+    return [
+        _number(group[0].get("bits"), 4),
+        str(len(group)),
+        over_texts([r["mean"] for r in group]),
+        _number(mean(r["median"] for r in group), 2),
+        _number(mean(r["p999"] for r in group), 2),
+        _number(max(r["max"] for r in group)),
+        f"{mean(r['top1'] for r in group):.3f}",
+        f"{mean(ratio):.4f}" if ratio else "",
+    ]
+
+
+def _each_text(texts: list[str], group: list[Record]) -> list[str]:
+    cells = {r["text"]: f"{r['mean']:.5f} / {r['p999']:.2f} / {r['top1']:.3f}" for r in group}
+    return [cells.get(text, "") for text in texts]
 
 
 def _positions(records: list[Record], columns: int = 8) -> list[str]:
@@ -109,14 +108,16 @@ def _positions(records: list[Record], columns: int = 8) -> list[str]:
     located = [r for r in records if r.get("by_position")]
     if not located or len(located[0]["by_position"]) < 2:
         return []
-    step = -(-len(located[0]["by_position"]) // columns)
-    first, width = located[0]["first_position"], located[0]["position_width"] * step
-    head = ["cache", *(f"{first + width * i:,}" for i in range(-(-len(located[0]["by_position"]) // step)))]
-    rows = []
-    for cache, group in _by_cache(located):
+    count, first = len(located[0]["by_position"]), located[0]["first_position"]
+    step = -(-count // columns)
+    width = located[0]["position_width"] * step
+
+    def cells(group: list[Record]) -> list[str]:
         means = [mean(values) for values in zip(*(r["by_position"] for r in group), strict=True)]
-        rows.append([f"`{cache}`", *(_number(mean(means[i : i + step]), 2) for i in range(0, len(means), step))])
-    return ["", f"Mean KL of the {width:,} positions from:", "", *_table(head, rows)]
+        return [_number(mean(means[i : i + step]), 2) for i in range(0, count, step)]
+
+    head = [f"{first + width * i:,}" for i in range(-(-count // step))]
+    return ["", f"Mean KL of the {width:,} positions from:", "", *_cache_table(head, located, cells)]
 
 
 _TENSOR_COLUMNS = {
@@ -132,21 +133,17 @@ _TENSOR_COLUMNS = {
 }
 
 
-def _tensor(records: list[Record]) -> list[tuple[str, list[str]]]:
-    sections = []
+def _tensor(records: list[Record]) -> Iterator[Section]:
+    def cells(group: list[Record]) -> list[str]:
+        errors = (_number(mean(mean(r[name]) for r in group)) for name in _TENSOR_COLUMNS)
+        return [_number(group[0]["bits"], 4), *errors]
+
     for (tokens, dtype, history), chosen in _groups(records, ["tokens", "dtype", "history"]).items():
-        rows = []
-        for cache, group in _by_cache(chosen):
-            cells = [_number(mean(mean(r[name]) for r in group)) for name in _TENSOR_COLUMNS]
-            rows.append([f"`{cache}`", _number(group[0]["bits"], 4), *cells])
-        sections.append(
-            (f"{tokens:,} tokens, {dtype}, {history}", _table(["cache", "bits", *_TENSOR_COLUMNS.values()], rows))
-        )
-    return sections
+        table = _cache_table(["bits", *_TENSOR_COLUMNS.values()], chosen, cells)
+        yield f"{tokens:,} tokens, {dtype}, {history}", table
 
 
-def _retrieval(records: list[Record]) -> list[tuple[str, list[str]]]:
-    sections = []
+def _retrieval(records: list[Record]) -> Iterator[Section]:
     for (task, dtype, history), chosen in _groups(records, ["task", "dtype", "history"]).items():
         if {r["cache"] for r in chosen} == {"dense"}:
             continue
@@ -155,38 +152,24 @@ def _retrieval(records: list[Record]) -> list[tuple[str, list[str]]]:
         sizes = sorted({r["size"] for r in chosen})
         rows = []
         for (cache,), group in _groups(chosen, ["cache"]).items():
-            by_size = {r["size"]: r for r in group}
-            found = [by_size.get(size) for size in sizes]
-            rows.append(
-                [
-                    f"`{cache}`",
-                    *(
-                        f"{r['accuracy']:.3f} ± {r['standard_error']:.3f} ({r['log_likelihood']:.2f})" if r else ""
-                        for r in found
-                    ),
-                ]
-            )
+            cells = {r["size"]: f"{_accuracy(r, 'accuracy')} ({r['log_likelihood']:.2f})" for r in group}
+            rows.append([f"`{cache}`", *(cells.get(size, "") for size in sizes)])
         unit = "lines" if task == "lines" else "tokens"
-        sections.append(
-            (f"{task}, {dtype}, {history}", _table(["cache", *(f"{size:,} {unit}" for size in sizes)], rows))
-        )
-    return sections
+        yield f"{task}, {dtype}, {history}", _table(["cache", *(f"{size:,} {unit}" for size in sizes)], rows)
 
 
-def _tasks(records: list[Record]) -> list[tuple[str, list[str]]]:
-    rows = [
-        [
-            r["task"],
-            f"`{r['cache']}`",
-            r["metric"],
-            f"{r['value']:.3f} ± {r['standard_error']:.3f}" if r["standard_error"] is not None else f"{r['value']:.3f}",
-            str(r["samples"]),
-            "" if r["mean_tiles"] is None else f"{r['mean_tiles']:.1f}",
-            r["dtype"],
-        ]
-        for r in sorted(records, key=lambda r: (r["task"], r["metric"]))
-    ]
-    return [("tasks", _table(["task", "cache", "metric", "value", "samples", "tiles a request", "dtype"], rows))]
+def _tasks(records: list[Record]) -> Iterator[Section]:
+    rows = []
+    for r in sorted(records, key=lambda r: (r["task"], r["metric"])):
+        tiles = "" if r["mean_tiles"] is None else f"{r['mean_tiles']:.1f}"
+        figures = [_accuracy(r, "value"), str(r["samples"]), tiles, r["dtype"]]
+        rows.append([r["task"], f"`{r['cache']}`", r["metric"], *figures])
+    yield "tasks", _table(["task", "cache", "metric", "value", "samples", "tiles a request", "dtype"], rows)
+
+
+def _accuracy(record: Record, name: str) -> str:
+    error = record["standard_error"]
+    return f"{record[name]:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 _KL = """
@@ -196,7 +179,7 @@ texts; lower is better, and differences under 10 % are ties. `bits`: stored bits
 Caches named `<method>_<preset>` have the same sinks, tail and tiles.
 """
 
-_SUITES: dict[str, tuple[str, str, Callable[[list[Record]], list[tuple[str, list[str]]]]]] = {
+_SUITES: dict[str, tuple[str, str, Callable[[list[Record]], Iterator[Section]]]] = {
     "pseudo_decode": ("Pseudo-decode KL divergence", _KL, _divergence),
     "accumulation": ("Accumulated and static error by position", _KL, _divergence),
     "tensor": (

@@ -7,20 +7,19 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-import kvarn_hf
-
 
 def environment(device: torch.device | str, seed: int) -> dict[str, Any]:
     """What figures depend on beside the code's arguments: versions, hardware, commit, seed."""
     on_gpu = torch.device(device).type == "cuda"
     return {
-        "kvarn_hf": kvarn_hf.__version__,
+        "kvarn_hf": _version(),
         "commit": _commit(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -31,17 +30,8 @@ def environment(device: torch.device | str, seed: int) -> dict[str, Any]:
 
 
 class ResultFile:
-    """The records of one suite and model.
-
-    Parameters
-    ----------
-    path : Path
-        Read if it is there.
-    model : str
-        The model's name.
-    key : iterable of str
-        The fields that tell one record from another.
-    """
+    """The records of one suite and model, in a file that is read if it is there; ``key`` are the fields that tell one
+    record from another."""
 
     def __init__(self, path: Path, model: str, key: Iterable[str]) -> None:
         self.path, self.key = path, tuple(key)
@@ -79,6 +69,13 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("kvarn-hf")
+    except metadata.PackageNotFoundError:  # used from a checkout, without being installed
+        return None
 
 
 def _commit() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,8 @@ DEPTHS = tuple(i / 10 for i in range(11))
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of questions.
-
-    Parameters
-    ----------
-    input_ids, attention_mask : torch.Tensor
-        ``[rows, prompt + answer]``, int64; prompts are padded on the left, answers on the right.
-    answers : torch.Tensor
-        ``[rows, answer]``, int64, -1 behind a row's answer.
-    """
+    """A batch of questions: ``input_ids`` and ``attention_mask`` ``[rows, prompt + answer]``, int64, prompts padded on
+    the left and answers on the right; ``answers`` ``[rows, answer]``, int64, -1 behind a row's answer."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -57,25 +51,18 @@ class Encoded:
 
 
 def ask(model: Any, encoded: Encoded, cache: Any, history: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether greedy decoding gives each answer, and the answer's log-likelihood.
+    """Whether greedy decoding gives each answer, and its log-likelihood: ``[rows]``, bool and float32, in nats.
 
     All tokens of an answer are given at once, each behind the right ones: they are all most likely exactly if greedy
     decoding produces them.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-    encoded : Encoded
     cache : transformers.Cache
         Empty.
     history : str
         ``"static"``: the prompt is one prefill, so that only the answer reads the quantized history.
         ``"accumulated"``: the prompt runs in blocks too, and later parts of it read earlier ones quantized.
-
-    Returns
-    -------
-    right, log_likelihood : torch.Tensor
-        ``[rows]``, bool and float32, in nats.
     """
     wanted, prompt = encoded.answers, encoded.prompt_tokens
     # The prompt's last token predicts the first of the answer, whose own last token predicts nothing that is asked.
@@ -99,54 +86,45 @@ def measure(
     histories: Sequence[str] = HISTORIES,
     batch: int = 8,
 ) -> None:
-    """Measure every combination that is not in the results yet.
+    """Measure every combination that is not in the results yet; the dense cache is always measured too.
 
     Parameters
     ----------
-    run : Run
     caches : sequence of str
-        Names, see :mod:`kvarn_hf.evaluation.caches`; the dense cache is always measured too.
+        Names, see :mod:`kvarn_hf.evaluation.caches`.
     lines : sequence of int
         Line retrieval: lines of a record.
     samples : int
         Questions for each number of lines, and for each haystack and length one eleventh of it at every depth.
-    haystacks : sequence of Path
-        Texts to hide a needle in.
-    lengths : sequence of int
-        Tokens of a haystack.
+    haystacks, lengths : sequence of Path, sequence of int
+        Texts to hide a needle in, and the tokens of each.
     histories : sequence of str
         See :func:`ask`.
     batch : int
         Prompts in one forward pass.
     """
     results = run.results("retrieval", KEY)
-    specs = [spec for spec in map(cache_spec, ("dense", *caches)) if spec.reads_in_blocks]
-    specs = list({spec.name: spec for spec in specs}.values())
+    specs = [spec for spec in map(cache_spec, dict.fromkeys(("dense", *caches))) if spec.reads_in_blocks]
     tasks: list[tuple[str, int, Path | None]] = [("lines", count, None) for count in lines]
     tasks += [(f"needle-{text.stem}", count, text) for text in haystacks for count in lengths]
-    with run.progress(len(tasks) * len(specs) * len(histories)) as steps:
+    with run.steps(len(tasks) * len(specs) * len(histories)) as steps:
         for task, size, haystack in tasks:
             questions: list[Question] = []
-            for spec in specs:
-                for history in histories:
-                    fields = {"task": task, "size": size, "samples": samples, "seed": run.seed}
-                    fields |= {"cache": spec.name, "dtype": run.dtype, "history": history}
-                    # The dense cache reads exactly what it was given, however that came in.
-                    again = spec.name == "dense" and history != histories[0]
-                    if again or results.has(**fields):
-                        steps.end()
-                        continue
-                    steps.begin(f"{run.name} {task} {size} {spec.name} {history}")
-                    questions = questions or _questions(run, size, samples, haystack)
-                    line = None
-                    with run.tolerating(spec):
-                        record = fields | _answer(run, spec, questions, history, batch)
-                        results.add(record, run.environment)
-                        line = (
-                            f"{run.name} {task} {size} {spec.name} {history}: {record['accuracy']:.3f} ± "
-                            f"{record['standard_error']:.3f}, {record['log_likelihood']:.3f} nats an answer"
-                        )
-                    steps.end(line)
+            for spec, history in product(specs, histories):
+                fields = {"task": task, "size": size, "samples": samples, "seed": run.seed}
+                fields |= {"cache": spec.name, "dtype": run.dtype, "history": history}
+                # The dense cache reads exactly what it was given, however that came in.
+                again = spec.name == "dense" and history != histories[0]
+                if again or results.has(**fields):
+                    steps.end()
+                    continue
+                steps.begin(f"{run.name} {task} {size} {spec.name} {history}")
+                questions = questions or _questions(run, size, samples, haystack)
+                with run.tolerating(spec, steps):
+                    record = fields | _answer(run, spec, questions, history, batch)
+                    results.add(record, run.environment)
+                    found = "{accuracy:.3f} ± {standard_error:.3f}, {log_likelihood:.3f} nats an answer"
+                    steps.found(found.format(**record))
 
 
 def _questions(run: Run, size: int, samples: int, haystack: Path | None) -> list[Question]:

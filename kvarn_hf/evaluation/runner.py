@@ -1,9 +1,9 @@
-"""What every suite needs: the model, where results go, and how to tell how far it is."""
+"""What every suite needs: the model, where results go, and how far it is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,31 +11,19 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers.utils import logging
 
 from kvarn_hf.checks import text_of
 from kvarn_hf.evaluation.caches import CacheSpec
 from kvarn_hf.evaluation.results import ResultFile, environment
 from kvarn_hf.models import DEFAULT_MODEL, load_model
+from kvarn_hf.terminal import Steps, print_line, steps
 
 
 @dataclass
 class Run:
-    """One model's evaluation.
-
-    Parameters
-    ----------
-    model : str, optional
-        A folder, a hub name or a ``.gguf`` file; None: SmolLM2-135M-Instruct.
-    dtype, device : str, optional
-        See :func:`kvarn_hf.models.load_model`.
-    out : Path
-        Folder of the results.
-    seed : int
-        Of everything random in a suite.
-    console : rich.console.Console
-    """
+    """One model's evaluation: ``model``, ``dtype`` and ``device`` as in :func:`kvarn_hf.models.load_model`, the folder
+    ``out`` of the results, and the ``seed`` of everything random in a suite."""
 
     model: str | None = None
     dtype: str = "float32"
@@ -64,50 +52,25 @@ class Run:
         """The results of a suite so far."""
         return ResultFile(self.out / f"{suite}_{self.name}.json", self.name, key)
 
-    @contextmanager
-    def progress(self, total: int) -> Iterator[Steps]:
-        """A progress bar of ``total`` steps."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self.console) as bar:
-            yield Steps(bar, bar.add_task(self.name, total=total))
+    def steps(self, total: int) -> AbstractContextManager[Steps]:
+        """A bar of ``total`` steps."""
+        return steps(self.console, self.name, total)
 
     @contextmanager
-    def tolerating(self, spec: CacheSpec) -> Iterator[None]:
-        """Another package's cache that fails is said and passed over; a later run tries it again."""
+    def tolerating(self, spec: CacheSpec, steps: Steps) -> Iterator[None]:
+        """A step in which another package's cache may fail: it is reported and skipped; a later run tries it again."""
         try:
             yield
         except Exception as error:
             if spec.package is None:
                 raise
-            reason = str(error).strip().splitlines()
-            self.console.print(
-                f"{spec.name} failed: {type(error).__name__}: {reason[0][:200] if reason else ''}",
-                style="yellow",
-                markup=False,
-                highlight=False,
-            )
-
-
-@dataclass(frozen=True)
-class Steps:
-    """A progress bar that also prints what has been found."""
-
-    bar: Progress
-    task: TaskID
-
-    def begin(self, what: str) -> None:
-        """Say what is being measured."""
-        self.bar.update(self.task, description=what)
-
-    def end(self, line: str | None = None) -> None:
-        """One step further."""
-        if line:
-            self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self.bar.advance(self.task)
+            reason = [*str(error).strip().splitlines(), ""][0][:200]
+            print_line(self.console, f"{spec.name} failed: {type(error).__name__}: {reason}", style="yellow")
+        steps.end()
 
 
 def first_tokens(tokenizer: Any, texts: Sequence[Path], count: int, stretches: int = 1) -> torch.Tensor:
-    """The first stretches of ``count`` tokens of each text, ``[texts * stretches, count]``.
+    """The first stretches of ``count`` tokens of each text, ``[texts * stretches, count]``, int64.
 
     They follow one another, and each begins as the tokenizer begins a text by itself.
 
@@ -120,9 +83,8 @@ def first_tokens(tokenizer: Any, texts: Sequence[Path], count: int, stretches: i
     for text in texts:
         content = text_of("text", text)
         begun, ids = (tokenizer(content, add_special_tokens=added).input_ids for added in (True, False))
-        start: list[int] = next(
-            (begun[:i] for i in range(len(begun) - len(ids) + 1) if begun[i : i + len(ids)] == ids), []
-        )
+        places = range(len(begun) - len(ids) + 1)
+        start: list[int] = next((begun[:i] for i in places if begun[i : i + len(ids)] == ids), [])
         fresh = count - len(start)
         if len(ids) < fresh * stretches:
             most = len(ids) // stretches + len(start)

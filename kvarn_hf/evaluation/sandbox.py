@@ -25,17 +25,8 @@ exec(compile(program, "program", "exec"), {"__name__": "__main__"})
 
 
 def passes(program: str, seconds: int = 5, memory: int = 1 << 30) -> bool:
-    """Whether a Python program ends without an error.
-
-    Parameters
-    ----------
-    program : str
-        Source code.
-    seconds : int
-        Of processor time, and of twice as much real time.
-    memory : int
-        Bytes of address space.
-    """
+    """Whether a Python program ends without an error, in so many ``seconds`` of processor time, twice as much real
+    time, and ``memory`` bytes of address space."""
     command = [sys.executable, "-I", "-c", _LIMITED, str(seconds), str(memory)]
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 # What each layer gave the cache in one forward pass: keys and values, [rows, heads, tokens, head_dim].
@@ -41,10 +43,8 @@ def store_instead(cache: Any, states: list[States]) -> None:
         recorded = states[passes.get(layer_idx, 0)][layer_idx]
         passes[layer_idx] = passes.get(layer_idx, 0) + 1
         read = update(*recorded, layer_idx, *args, **kwargs)
-        new = key_states.shape[2]
-        return tuple(
-            torch.cat([old[:, :, :-new], own], 2) for old, own in zip(read, (key_states, value_states), strict=True)
-        )
+        pairs = zip(read, (key_states, value_states), strict=True)
+        return tuple(torch.cat([old[:, :, : -new.shape[2]], new], 2) for old, new in pairs)
 
     cache.update = replay
 
@@ -53,14 +53,26 @@ def watch(cache: Any) -> States:
     """What attention last read from each layer of ``cache``; the dictionary changes as the cache is used."""
     update, read = cache.update, {}
 
-    def remember(
-        key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def remember(key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         read[layer_idx] = update(key_states, value_states, layer_idx, *args, **kwargs)
         return read[layer_idx]
 
     cache.update = remember
     return read
+
+
+@contextmanager
+def replaced_attention(model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Let the model call ``attend`` as its attention function, with masks that ``mask`` makes; Transformers knows the
+    two under ``name``."""
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    before = model.config.get_text_config(decoder=True)._attn_implementation
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def joined(states: list[States], layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from transformers import set_seed
@@ -22,7 +21,7 @@ SUITES = ("pseudo-decode", "accumulation", "tensor", "retrieval", "tasks")
 
 def evaluate(
     suite: str,
-    models: Sequence[str | None],
+    models: Sequence[str | None] = (),
     *,
     caches: Sequence[str] = DEFAULT_CACHES,
     texts: Sequence[Path] = (),
@@ -52,27 +51,20 @@ def evaluate(
         Folders, hub names or ``.gguf`` files; none: only tables and figures are written again.
     caches : sequence of str
         Names, see :mod:`kvarn_hf.evaluation.caches`.
-    texts : sequence of Path
-        UTF-8 files: the texts of pseudo-decode, accumulation and tensor, and retrieval's haystacks.
-    lengths : sequence of int
-        Tokens of each text.
+    texts, lengths : sequence of Path, sequence of int
+        UTF-8 files and tokens of each: the texts of pseudo-decode, accumulation and tensor, retrieval's haystacks.
     stretches : int
-        Of pseudo-decode and accumulation: stretches of so many tokens of each text, one behind the other.
+        pseudo-decode and accumulation: stretches of that many tokens in each text.
     histories : sequence of str, optional
         ``"accumulated"`` and ``"static"``; None: the suite's own.
     batch : int
         Rows in one forward pass.
     lines, samples
-        Of line retrieval.
+        See :func:`kvarn_hf.evaluation.retrieval.measure`.
     task_names, limit, chat, data
         See :func:`kvarn_hf.evaluation.tasks.measure`.
     dtype, device, out, seed, console
         See :class:`~kvarn_hf.evaluation.runner.Run`.
-
-    Returns
-    -------
-    list of Path
-        The tables and figures written.
 
     Raises
     ------
@@ -84,13 +76,14 @@ def evaluate(
     for history in histories or ():
         if history not in HISTORIES:
             raise ValueError(f"history must be one of {', '.join(HISTORIES)}, got {history!r}")
-    whole("batch", batch, least=1)
-    whole("samples", samples, least=1)
-    whole("stretches", stretches, least=1)
-    if limit is not None:
-        whole("limit", limit, least=1)
-    for count in lengths:
-        whole("tokens", count, least=1)
+    counts = [
+        ("batch", batch),
+        ("samples", samples),
+        ("stretches", stretches),
+        ("limit", 1 if limit is None else limit),
+    ]
+    for name, count in (*counts, *(("tokens", count) for count in lengths)):
+        whole(name, count, least=1)
     for count in lines:
         whole("lines", count, least=1, most=MOST_LINES)
     if data is not None and not data.is_dir():
@@ -101,20 +94,17 @@ def evaluate(
         raise ValueError(f"text must be given for the suite {suite}, got none")
     if suite == "tasks" and models and not task_names:
         raise ValueError("task must be given for the suite tasks, got none")
+    histories = histories or (HISTORIES[:1] if suite == "pseudo-decode" else HISTORIES)
     console = console or Console()
     for model in models:
         set_seed(seed)
         run = Run(model, dtype, device, out, seed, console)
-        shared: dict[str, Any] = {"histories": histories} if histories else {}
         if suite in ("pseudo-decode", "accumulation"):
-            if suite == "accumulation":
-                shared = {"histories": HISTORIES} | shared
-            file = suite.replace("-", "_")
-            divergence.measure(run, file, texts, caches, lengths, batch=batch, stretches=stretches, **shared)
+            divergence.measure(run, suite.replace("-", "_"), texts, caches, lengths, histories, batch, stretches)
         elif suite == "tensor":
-            tensors.measure(run, texts, caches, lengths, batch=batch, **shared)
+            tensors.measure(run, texts, caches, lengths, histories, batch)
         elif suite == "retrieval":
-            retrieval.measure(run, caches, lines, samples, texts, lengths, batch=batch, **shared)
+            retrieval.measure(run, caches, lines, samples, texts, lengths, histories, batch)
         else:
             tasks.measure(run, task_names, caches, limit, batch, chat, data)
     written = write_reports(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from kvarn_hf.evaluation.caches import cache_spec
 from kvarn_hf.evaluation.runner import Run
 
 KEY = ("task", "cache", "metric", "limit", "dtype", "chat", "seed")
+_SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 # The wheel does not carry it: without a checkout, only lm-eval's own tasks are there.
 TASK_FOLDER = Path(__file__).parents[2] / "eval" / "tasks"
 
@@ -24,15 +26,14 @@ def measure(
     data: Path | None = None,
     task_folder: Path | None = None,
 ) -> None:
-    """Measure every combination that is not in the results yet.
+    """Measure every combination that is not in the results yet; the dense cache is always measured too.
 
     Parameters
     ----------
-    run : Run
     tasks : sequence of str
         Names that lm-eval knows, or of a YAML file in ``task_folder``.
     caches : sequence of str
-        Names, see :mod:`kvarn_hf.evaluation.caches`; the dense cache is always measured too.
+        Names, see :mod:`kvarn_hf.evaluation.caches`.
     limit : int, optional
         The first so many examples of each task.
     batch : int
@@ -59,78 +60,60 @@ def measure(
     results = run.results("tasks", KEY)
     names = list(dict.fromkeys(("dense", *caches)))
     manager = None
-    with run.progress(len(tasks) * len(names)) as steps:
-        for task in tasks:
-            for name in names:
-                spec = cache_spec(name)
-                fields = {
-                    "task": task,
-                    "cache": name,
-                    "limit": limit,
-                    "dtype": run.dtype,
-                    "chat": chat,
-                    "seed": run.seed,
-                }
-                if any(all(r.get(k) == v for k, v in fields.items()) for r in results.records):
-                    steps.end()
-                    continue
-                steps.begin(f"{run.name} {task} {name}")
-                model, tokenizer = run.loaded
-                if manager is None:
-                    metadata: dict[str, Any] = {"tokenizer": tokenizer.name_or_path}
-                    if data is not None:
-                        metadata["data"] = str(data)
-                    folder = task_folder or TASK_FOLDER
-                    manager = TaskManager(include_path=str(folder) if folder.is_dir() else None, metadata=metadata)
-                    unknown = [name for name in tasks if name not in manager.all_tasks]
-                    if unknown:
-                        raise ValueError(f"task must be one that `lm-eval ls tasks` lists, got {unknown[0]!r}")
-                line = None
-                with run.tolerating(spec):
-                    adapter = KVarNLM(model, name, tokenizer=tokenizer, batch_size=batch)
-                    found = simple_evaluate(
-                        adapter,
-                        tasks=[task],
-                        limit=limit,
-                        task_manager=manager,
-                        apply_chat_template=chat,
-                        random_seed=run.seed,
-                        numpy_random_seed=run.seed,
-                        torch_random_seed=run.seed,
-                        fewshot_random_seed=run.seed,
-                        bootstrap_iters=1000,
-                        log_samples=False,
-                        confirm_run_unsafe_code=True,
-                    )
-                    records = _records(found["results"], fields, adapter.tiles)
-                    for record in records:
-                        results.add(record, run.environment)
-                    line = "; ".join(
-                        f"{r['task']} {name} {r['metric']} {r['value']:.4f}"
-                        + (f" ± {r['standard_error']:.4f}" if r["standard_error"] is not None else "")
-                        for r in records
-                    )
-                steps.end(line)
+    with run.steps(len(tasks) * len(names)) as steps:
+        for task, name in product(tasks, names):
+            fields = {"task": task, "cache": name, "limit": limit, "dtype": run.dtype, "chat": chat, "seed": run.seed}
+            if any(fields.items() <= record.items() for record in results.records):
+                steps.end()
+                continue
+            steps.begin(f"{run.name} {task} {name}")
+            model, tokenizer = run.loaded
+            if manager is None:
+                folder = task_folder or TASK_FOLDER
+                metadata = {"tokenizer": tokenizer.name_or_path} | ({"data": str(data)} if data is not None else {})
+                manager = TaskManager(include_path=str(folder) if folder.is_dir() else None, metadata=metadata)
+                unknown = [other for other in tasks if other not in manager.all_tasks]
+                if unknown:
+                    raise ValueError(f"task must be one that `lm-eval ls tasks` lists, got {unknown[0]!r}")
+            with run.tolerating(cache_spec(name), steps):
+                adapter = KVarNLM(model, name, tokenizer=tokenizer, batch_size=batch)
+                found = simple_evaluate(
+                    adapter,
+                    tasks=[task],
+                    limit=limit,
+                    task_manager=manager,
+                    apply_chat_template=chat,
+                    **dict.fromkeys(_SEEDS, run.seed),
+                    bootstrap_iters=1000,
+                    log_samples=False,
+                    confirm_run_unsafe_code=True,
+                )
+                records = _records(found["results"], fields, adapter.tiles)
+                for record in records:
+                    results.add(record, run.environment)
+                steps.found("; ".join(map(_summary, records)))
+
+
+def _summary(record: dict[str, Any]) -> str:
+    error = "" if record["standard_error"] is None else f" ± {record['standard_error']:.4f}"
+    return f"{record['task']} {record['metric']} {record['value']:.4f}{error}"
 
 
 def _records(found: dict[str, dict[str, Any]], fields: dict[str, Any], tiles: Any) -> list[dict[str, Any]]:
     """One record for each metric; -1 is how lm-eval's tasks say that a metric does not apply."""
     mean_tiles = sum(count * requests for count, requests in tiles.items()) / tiles.total() if tiles else None
-    records = []
+    records: list[dict[str, Any]] = []
     for subtask, metrics in found.items():
         for name, value in metrics.items():
             metric, _, _ = name.partition(",")
             if "," not in name or metric.endswith("_stderr") or not isinstance(value, (int, float)) or value == -1:
                 continue
             error = metrics.get(name.replace(metric, f"{metric}_stderr", 1))
-            records.append(
-                fields
-                | {
-                    "metric": f"{subtask} {name}" if subtask != fields["task"] else name,
-                    "value": float(value),
-                    "standard_error": float(error) if isinstance(error, (int, float)) else None,
-                    "samples": metrics.get("sample_len", metrics.get("samples")),
-                    "mean_tiles": mean_tiles,
-                }
-            )
+            record: dict[str, Any] = {
+                "metric": name if subtask == fields["task"] else f"{subtask} {name}",
+                "value": float(value),
+            }
+            record["standard_error"] = float(error) if isinstance(error, (int, float)) else None
+            record["samples"] = metrics.get("sample_len", metrics.get("samples"))
+            records.append({**fields, **record, "mean_tiles": mean_tiles})
     return records

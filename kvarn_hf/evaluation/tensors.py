@@ -4,64 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvarn_hf.attention import kvarn_attention, kvarn_mask
 from kvarn_hf.evaluation.blocks import block_lengths, logits_in_blocks
-from kvarn_hf.evaluation.caches import cache_spec, full_attention_layers
+from kvarn_hf.evaluation.caches import CacheSpec, cache_spec, full_attention_layers
 from kvarn_hf.evaluation.pseudo_decode import BLOCK, HISTORIES
-from kvarn_hf.evaluation.runner import Run, first_tokens
-from kvarn_hf.evaluation.states import RecordingCache, States, joined, watch
+from kvarn_hf.evaluation.runner import Run
+from kvarn_hf.evaluation.states import RecordingCache, States, joined, replaced_attention, watch
+from kvarn_hf.evaluation.texts import Plan, measure_texts
+from kvarn_hf.method.errors import token_errors
 
 KEY = ("text", "cache", "tokens", "dtype", "history")
 # Tokens that every cache has quantized: behind the sinks, and before the tail and the newest block.
 FIRST, LAST = 128, 256
 WORST = 0.05
-STATISTICS = (
-    "relative_error",
-    "magnitude_share",
-    "worst_magnitude_share",
-    "worst_error_share",
-    "norm_error",
-    "norm_error_p999",
-)
 _RECORDED = "kvarn-recorded"
 
 
 def vector_errors(exact: torch.Tensor, read: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How token vectors differ, in each row.
+    """How token vectors ``[rows, heads, tokens, head_dim]`` differ, in each row: a dict of ``[rows]``, float32.
 
-    The squared error of a vector ``k`` read as ``k_hat`` is its magnitude part ``(|k| - |k_hat|)^2`` plus its direction
-    part ``2 |k| |k_hat| (1 - cos)``.
-
-    Parameters
-    ----------
-    exact, read : torch.Tensor
-        ``[rows, heads, tokens, head_dim]``.
-
-    Returns
-    -------
-    dict
-        Each ``[rows]``, float32: ``relative_error`` (Frobenius norms), ``magnitude_share`` (of the squared error),
-        ``worst_magnitude_share`` (of the 5 % of vectors with the largest error), ``worst_error_share`` (how much of all
-        squared error those 5 % hold), ``norm_error`` and ``norm_error_p999`` (mean and 99.9th percentile of
-        ``abs(|k_hat| / |k| - 1)``).
-
-    Notes
-    -----
-    KVarN, arXiv:2606.03458, equation 3 and figure 1.
+    ``relative_error`` (Frobenius norms), ``magnitude_share`` (of the squared error), ``worst_magnitude_share`` (of the
+    5 % of vectors with the largest error), ``worst_error_share`` (how much of all squared error those 5 % hold),
+    ``norm_error`` and ``norm_error_p999`` (mean and 99.9th percentile of ``abs(|k_hat| / |k| - 1)``): figure 1 of
+    KVarN, arXiv:2606.03458, with magnitude as in :class:`~kvarn_hf.method.errors.TokenErrors`.
     """
     exact, read = exact.float(), read.float()
-    error = (read - exact).square().sum(-1).flatten(1)  # [rows, vectors]
+    parts = token_errors(exact, read)
+    magnitude, direction = parts.magnitude.flatten(1), parts.direction.flatten(1)  # [rows, vectors]
+    error = magnitude + direction
     norm, norm_read = exact.norm(dim=-1).flatten(1), read.norm(dim=-1).flatten(1)
-    magnitude = torch.minimum((norm - norm_read).square(), error)  # rounding may put it above
     total = error.sum(1)
-    count = max(1, round(WORST * error.shape[1]))
-    worst = error.topk(count, 1)
+    worst = error.topk(max(1, round(WORST * error.shape[1])), 1)
     worst_error = worst.values.sum(1)
     norm_error = torch.where(norm > 0, (norm_read / norm.clamp_min(1e-30) - 1).abs(), 0.0)
     rank = min(error.shape[1], round(0.999 * error.shape[1]) + 1)
@@ -80,24 +61,14 @@ def attention_error(
 ) -> torch.Tensor:
     """Relative error of the newest tokens' attention outputs, ``[rows]``, float32.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        ``[rows, query_heads, new, head_dim]``.
-    scaling : float, optional
-        Of the scores; None for ``head_dim ** -0.5``.
-    exact, read : tuple of torch.Tensor
-        Keys and values, ``[rows, heads, tokens, head_dim]``, the new ones last.
+    ``query`` is ``[rows, query_heads, new, head_dim]``, ``scaling`` the factor of the scores, None for ``head_dim **
+    -0.5``, and ``exact`` and ``read`` are keys and values ``[rows, heads, tokens, head_dim]``, the new ones last.
     """
     new, tokens = query.shape[2], exact[0].shape[2]
     mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
-    outputs = [
-        torch.nn.functional.scaled_dot_product_attention(
-            query.float(), keys.float(), values.float(), attn_mask=mask, scale=scaling, enable_gqa=True
-        )
-        for keys, values in (exact, read)
-    ]
-    return (outputs[1] - outputs[0]).flatten(1).norm(dim=1) / outputs[0].flatten(1).norm(dim=1)
+    attend = partial(scaled_dot_product_attention, query.float(), attn_mask=mask, scale=scaling, enable_gqa=True)
+    want, got = (attend(keys.float(), values.float()) for keys, values in (exact, read))
+    return (got - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
 
 
 @contextmanager
@@ -109,14 +80,8 @@ def recorded_queries(model: Any) -> Iterator[dict[int, tuple[torch.Tensor, float
         queries[module.layer_idx] = query, kwargs.get("scaling")
         return kvarn_attention(module, query, *args, **kwargs)
 
-    AttentionInterface.register(_RECORDED, attend)
-    AttentionMaskInterface.register(_RECORDED, kvarn_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(_RECORDED)
-    try:
+    with replaced_attention(model, _RECORDED, attend, kvarn_mask):
         yield queries
-    finally:
-        model.set_attn_implementation(before)
 
 
 class DenseStates:
@@ -137,11 +102,7 @@ class DenseStates:
             read = watch(cache)
             self._run(model, cache)
             return read
-        read = {}
-        for states in self.states:
-            for layer, (keys, values) in states.items():
-                read[layer] = cache.update(keys, values, layer)
-        return read
+        return {layer: cache.update(*states[layer], layer) for states in self.states for layer in states}
 
     def compare(self, read: States) -> list[dict[str, Any]]:
         """For each row a dict of lists over the layers."""
@@ -155,12 +116,8 @@ class DenseStates:
                 figures |= {f"{kind}_{name}": value for name, value in errors.items()}
             figures["attention_error"] = attention_error(*self.queries[layer], exact, read[layer])
             measured.append(figures)
-        names = list(measured[0])
-        table = torch.stack([torch.stack([layer[name] for name in names]) for layer in measured])  # [layer, name, row]
-        host = table.cpu()
-        return [
-            {name: host[:, i, row].tolist() for i, name in enumerate(names)} for row in range(self.input_ids.shape[0])
-        ]
+        table = torch.stack([torch.stack([*figures.values()]) for figures in measured]).cpu()  # [layer, name, row]
+        return [dict(zip(measured[0], row.tolist(), strict=True)) for row in table.permute(2, 1, 0)]
 
     def _run(self, model: Any, cache: Any) -> None:
         for _ in logits_in_blocks(model, self.input_ids, cache, self.lengths, skip=self.input_ids.shape[1] - 1):
@@ -179,38 +136,18 @@ def measure(
     short = [count for count in lengths if count <= FIRST + LAST]
     if short:
         raise ValueError(f"tokens must be more than {FIRST + LAST} for the suite tensor, got {short[0]}")
-    results = run.results("tensor", KEY)
     specs = [spec for spec in map(cache_spec, caches) if spec.reads_in_blocks]
-    groups = [(count, list(texts[start : start + batch])) for count in lengths for start in range(0, len(texts), batch)]
-    with run.progress(len(groups) * len(specs) * len(histories)) as steps, torch.inference_mode():
-        for count, group in groups:
-            dense: DenseStates | None = None
-            for spec in specs:
-                for history in histories:
-                    fields = {"cache": spec.name, "tokens": count, "dtype": run.dtype, "history": history}
-                    missing = [i for i, text in enumerate(group) if not results.has(text=text.stem, **fields)]
-                    if not missing:
-                        steps.end()
-                        continue
-                    steps.begin(f"{run.name} {count} {spec.name} {history}")
-                    model, tokenizer = run.loaded
-                    dense = dense or DenseStates(model, first_tokens(tokenizer, group, count))
-                    line = None
-                    with run.tolerating(spec), spec.opened(model) as cache:
-                        rows = dense.compare(dense.read(model, cache, history))
-                        bits = spec.bits_per_element(dense.states[0][dense.layers[0]][0].shape[3])
-                        for i in missing:
-                            record = {"text": group[i].stem, **fields, "bits": bits, "layers": dense.layers}
-                            results.add(record | rows[i], run.environment)
-                        mean = {name: _mean([row[name] for row in rows]) for name in rows[0]}
-                        line = (
-                            f"{run.name} {count:,} {spec.name} {history}: relative error of keys "
-                            f"{mean['key_relative_error']:.3f}, values {mean['value_relative_error']:.3f}, attention "
-                            f"{mean['attention_error']:.4f}, magnitude share of the keys' worst "
-                            f"{mean['key_worst_magnitude_share']:.3f}"
-                        )
-                    steps.end(line)
 
+    def compare(
+        dense: DenseStates, model: Any, cache: Any, spec: CacheSpec, history: str
+    ) -> tuple[list[dict[str, Any]], str]:
+        rows = dense.compare(dense.read(model, cache, history))
+        means = {name: fmean(value for row in rows for value in row[name]) for name in rows[0]}
+        return [{"layers": dense.layers} | row for row in rows], (
+            "relative error of keys {key_relative_error:.3f}, values {value_relative_error:.3f}, attention "
+            "{attention_error:.4f}, magnitude share of the keys' worst {key_worst_magnitude_share:.3f}"
+        ).format(**means)
 
-def _mean(rows: list[list[float]]) -> float:
-    return sum(map(sum, rows)) / sum(map(len, rows))
+    plan = Plan(texts, specs, lengths, histories, batch)
+    with torch.inference_mode():
+        measure_texts(run, run.results("tensor", KEY), plan, DenseStates, compare)

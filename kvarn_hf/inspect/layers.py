@@ -7,19 +7,21 @@ and its output move, and not by how well keys are reconstructed, which does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from kvarn_hf import ops
 from kvarn_hf.attention import kvarn_attention
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.config import KVarNConfig
+from kvarn_hf.evaluation.states import replaced_attention
 from kvarn_hf.layers.growing import KVarNLayer
+from kvarn_hf.method.attention import attention_weights
+from kvarn_hf.terminal import OnStep
 
 # A channel this many times as large as its head's median channel is an outlier: keys of models without a bias stay
 # below 14, key biases reach 20 to 100. So is one that varies this many times as much: the pre-scale is then full.
@@ -28,8 +30,6 @@ VARYING_CHANNEL = 8.0
 
 _NAME = "kvarn-inspect"
 _QUERIES = 128
-
-Progress = Callable[[str, int, int], None]
 
 
 class OutlierChannel(NamedTuple):
@@ -57,17 +57,9 @@ class OutlierToken(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionError:
-    """How quantized keys and values move a layer's attention, per KV head, over its query heads and positions.
-
-    Parameters
-    ----------
-    kl : torch.Tensor
-        ``[heads]``, in nats: mean KL(exact || quantized) of the attention weights.
-    output : torch.Tensor
-        ``[heads]``: ``|o - o_hat| / |o|`` of the attention's output.
-    keys_only, values_only : torch.Tensor
-        ``[heads]``: the same with only one side quantized.
-    """
+    """How quantized keys and values move a layer's attention, over each KV head's query heads and positions,
+    ``[heads]``: ``kl`` is the mean KL(exact || quantized) of the weights in nats, ``output`` is ``|o - o_hat| / |o|``
+    of the output, and ``keys_only`` and ``values_only`` are the same with one side quantized."""
 
     kl: torch.Tensor
     output: torch.Tensor
@@ -79,20 +71,9 @@ class AttentionError:
 class LayerInspection:
     """One full-attention layer.
 
-    Parameters
-    ----------
-    layer : int
-        Its index.
-    key_dim, value_dim : int
-        Channels of a head.
-    channel_size, channel_spread : dict of str to torch.Tensor
-        For ``"keys"`` and ``"values"``, ``[heads, channels]``: see :class:`OutlierChannel`.
-    token_size : dict of str to torch.Tensor
-        ``[heads, tokens]``: see :class:`OutlierToken`.
-    sink_length : int
-        Tokens that are never quantized.
-    errors : dict of str to AttentionError
-        By preset.
+    For ``"keys"`` and ``"values"``, ``channel_size`` and ``channel_spread`` are ``[heads, channels]`` (see
+    :class:`OutlierChannel`), and ``token_size`` is ``[heads, tokens]`` (see :class:`OutlierToken`). The first
+    ``sink_length`` tokens are never quantized. ``errors`` are by preset.
     """
 
     layer: int
@@ -115,10 +96,8 @@ class LayerInspection:
         found = []
         for side, size in self.channel_size.items():
             spread = self.channel_spread[side]
-            for head, channel in ((size >= LARGE_CHANNEL) | (spread >= VARYING_CHANNEL)).nonzero().tolist():
-                found.append(
-                    OutlierChannel(side, head, channel, size[head, channel].item(), spread[head, channel].item())
-                )
+            for place in ((size >= LARGE_CHANNEL) | (spread >= VARYING_CHANNEL)).nonzero().tolist():
+                found.append(OutlierChannel(side, *place, *(x[tuple(place)].item() for x in (size, spread))))
         return sorted(found, key=lambda outlier: -max(outlier.size, outlier.spread))
 
     def worst_token(self, side: str) -> OutlierToken:
@@ -132,7 +111,7 @@ def inspect_layers(
     model: Any,
     input_ids: torch.Tensor,
     presets: Sequence[KVarNConfig],
-    progress: Progress = lambda stage, done, total: None,
+    on_step: OnStep = lambda stage, done, total: None,
 ) -> list[LayerInspection]:
     """Judge every layer that a :class:`~kvarn_hf.KVarNCache` would quantize.
 
@@ -143,8 +122,7 @@ def inspect_layers(
         ``[1, tokens]``, int64; more tokens than :func:`first_quantized_read` of every preset.
     presets : sequence of KVarNConfig
         The settings to compare, with the same ``sink_length``.
-    progress : callable
-        Told of every layer.
+    on_step : OnStep
 
     Raises
     ------
@@ -160,25 +138,16 @@ def inspect_layers(
     wanted = [i for i, x in enumerate(KVarNCache(model.config).layers) if isinstance(x, KVarNLayer)]
     found: dict[int, LayerInspection] = {}
 
-    def watch(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any
-    ):
+    def watch(module: torch.nn.Module, *states: Any, **options: Any) -> Any:
         index = getattr(module, "layer_idx", None)
         if index in wanted and index not in found:
-            found[index] = _inspect(index, query, key, value, presets, kw)
-            progress("attention of each layer", len(found), len(wanted))
-        return kvarn_attention(module, query, key, value, *args, **kw)
+            found[index] = _inspect(index, states[:3], presets, options)
+            on_step("attention of each layer", len(found), len(wanted))
+        return kvarn_attention(module, *states, **options)
 
-    before = config._attn_implementation
-    AttentionInterface.register(_NAME, watch)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    progress("attention of each layer", 0, len(wanted))
-    try:
-        model.set_attn_implementation(_NAME)
-        with torch.inference_mode():
-            model(input_ids.to(model.device), use_cache=False, logits_to_keep=1)
-    finally:
-        model.set_attn_implementation(before)
+    on_step("attention of each layer", 0, len(wanted))
+    with replaced_attention(model, _NAME, watch, sdpa_mask), torch.inference_mode():
+        model(input_ids.to(model.device), use_cache=False, logits_to_keep=1)
     if len(found) < len(wanted) or not wanted:
         raise ValueError(
             f"model of type {config.model_type!r} does its attention where inspect cannot watch it: "
@@ -194,22 +163,20 @@ def first_quantized_read(config: KVarNConfig) -> int:
 
 def _inspect(
     index: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     presets: Sequence[KVarNConfig],
     options: dict[str, Any],
 ) -> LayerInspection:
-    sink = presets[0].sink_length
-    sides = {"keys": key[0].float(), "values": value[0].float()}
+    """``states`` are the layer's queries, keys and values."""
+    sink, (_, key, value) = presets[0].sink_length, states
     size, spread, token_size = {}, {}, {}
-    for side, x in sides.items():
+    for side, x in {"keys": key[0].float(), "values": value[0].float()}.items():
         behind = x[:, sink:]
         size[side] = _to_median(behind.square().mean(1).sqrt()).cpu()
         spread[side] = _to_median(behind.std(1, correction=0)).cpu()
         norm = x.norm(dim=-1)
         token_size[side] = (norm / norm[:, sink:].median(-1, keepdim=True).values.clamp_min(1e-30)).cpu()
-    errors = {preset.name: _attention_error(query, key, value, preset, options) for preset in presets}
+    errors = {preset.name: _attention_error(*states, preset, options) for preset in presets}
     return LayerInspection(index, key.shape[3], value.shape[3], size, spread, token_size, sink, errors)
 
 
@@ -225,33 +192,32 @@ def _attention_error(
     layer = KVarNLayer(config)
     layer.update(key, value)
     assert layer.state is not None
-    stored_keys, stored_values = (x[0].float().unsqueeze(1) for x in ops.dense(layer.state))
-    keys, values = (x[0].float().unsqueeze(1) for x in (key, value))  # [heads, 1, tokens, channels]
-    tokens, heads = key.shape[2], key.shape[1]
-    first = first_quantized_read(config)
+    stored_key, stored_value = ops.dense(layer.state)
+    tokens, heads, first = key.shape[2], key.shape[1], first_quantized_read(config)
     at = torch.linspace(first, tokens - 1, min(_QUERIES, tokens - first), device=key.device).long()
-    rows = query[0, :, at].float().unflatten(0, (heads, -1))  # [heads, group, query, channels]
-    rows = rows * (query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"])
     token = torch.arange(tokens, device=key.device)
-    future = token > at[:, None]
+    past = token <= at[:, None]
     # Before position t, t tokens are held, and the tiles due by then are packed.
     held = (at - config.sink_length - config.residual_length).div(config.tile_size, rounding_mode="floor")
     packed = (token >= config.sink_length) & (token < config.sink_length + held[:, None] * config.tile_size)
 
-    def log_weights(scores: torch.Tensor) -> torch.Tensor:
-        if options.get("softcap") is not None:
-            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-        scores = scores.masked_fill(future, -torch.inf)
-        if options.get("s_aux") is not None:
-            aux = options["s_aux"].float().reshape(heads, -1, 1, 1).expand(-1, -1, len(at), 1)
-            return torch.cat([scores, aux], -1).log_softmax(-1)[..., :-1]
-        return scores.log_softmax(-1)
+    scaling = query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"]
 
-    scores = rows @ keys.mT
-    exact = log_weights(scores)
-    moved = log_weights(torch.where(packed, rows @ stored_keys.mT, scores))
-    weights, moved_weights = exact.exp(), moved.exp()
-    kl = (weights * (exact - moved).masked_fill(future, 0.0)).sum(-1).clamp_min(0.0)
+    def weights_of(keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """``[heads, group, query, keys]``, float32."""
+        keys = keys.float().repeat_interleave(query.shape[1] // heads, 1)
+        scores = query[:, :, at].float() @ keys.mT * scaling
+        found = attention_weights(scores, mask, softcap=options.get("softcap"), sinks=options.get("s_aux"))
+        return found[0].unflatten(0, (heads, -1))
+
+    weights = weights_of(key, past)
+    # Both versions of every key side by side, of which each query sees one.
+    both = weights_of(torch.cat([key, stored_key], 2), torch.cat([past & ~packed, packed], 1))
+    moved = both[..., :tokens] + both[..., tokens:]
+    smallest = torch.finfo(torch.float32).tiny  # what underflows weighs nothing
+    exact_log, moved_log = (x.clamp_min(smallest).log() for x in (weights, moved))
+    kl = (weights * (exact_log - moved_log)).sum(-1).clamp_min(0.0)
+    values, change = (x[0].float().unsqueeze(1) for x in (value, stored_value - value))  # [heads, 1, tokens, channels]
     output = weights @ values
 
     def relative(other: torch.Tensor) -> torch.Tensor:
@@ -259,8 +225,7 @@ def _attention_error(
         return (error / energy.clamp_min(1e-30)).sqrt().cpu()
 
     def read(by: torch.Tensor) -> torch.Tensor:
-        return by @ values + (by * packed) @ (stored_values - values)
+        return by @ values + (by * packed) @ change
 
-    return AttentionError(
-        kl.mean((1, 2)).cpu(), relative(read(moved_weights)), relative(moved_weights @ values), relative(read(weights))
-    )
+    reads = read(moved), moved @ values, read(weights)
+    return AttentionError(kl.mean((1, 2)).cpu(), *map(relative, reads))

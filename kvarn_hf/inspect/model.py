@@ -11,30 +11,19 @@ import torch
 from kvarn_hf.cache import KVarNCache
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.evaluation.pseudo_decode import dense_reference
-from kvarn_hf.inspect.layers import LayerInspection, Progress, first_quantized_read, inspect_layers
+from kvarn_hf.inspect.layers import LayerInspection, first_quantized_read, inspect_layers
+from kvarn_hf.terminal import OnStep
 
 # How many of the worst layers are left dense, in turn: first to show what it brings, then only where it is needed.
 _SHOWN_SKIPS = (1, 2, 4)
 _MORE_SKIPS = (3, 6, 8)
-_DENSE_BYTES = 2  # of an element, as models are served
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting that was measured.
-
-    Parameters
-    ----------
-    config : KVarNConfig
-    skip_layers : tuple of int
-        Layers left dense.
-    kl : float
-        Mean KL(dense || quantized) of the next-token distributions over the text, in nats.
-    top1 : float
-        Share of positions with the same most likely token.
-    bytes_per_token : float
-        Of all full-attention layers in the long run, dense layers at 16 bits per element.
-    """
+    """One setting that was measured: ``kl`` is the mean KL(dense || quantized) of the next-token distributions over the
+    text in nats, ``top1`` the share of positions with the same most likely token, and ``bytes_per_token`` that of all
+    full-attention layers in the long run, those skipped at 16 bits per element."""
 
     config: KVarNConfig
     skip_layers: tuple[int, ...]
@@ -54,25 +43,10 @@ class Trial:
 class Inspection:
     """What :func:`inspect_model` found.
 
-    Parameters
-    ----------
-    config : KVarNConfig
-        The setting that layers are judged by.
-    tokens : int
-        Length of the text.
-    layers : list of LayerInspection
-        Every full-attention layer.
-    widths : list of Trial
-        Every preset, with no layer skipped, the smallest first.
-    skips : list of Trial
-        The worst layers left dense.
-    max_kl : float
-        What the suggestion had to meet, in nats.
-    suggestion : Trial
-        The smallest preset that meets ``max_kl``; if none does, as few of the worst layers left dense as it takes; if
-        that does not help either, the trial with the lowest KL.
-    dense_bytes_per_token : float
-        Of the dense cache, at 16 bits per element.
+    ``layers`` are judged by ``config``. ``widths`` are trials of every preset with no layer skipped, the smallest
+    first, and ``skips`` leave the worst layers dense. The suggestion is the smallest preset that stays within
+    ``max_kl`` nats; if none does, as few of the worst layers left dense as it takes; if that does not help either, the
+    trial with the lowest KL. ``dense_bytes_per_token`` counts 16 bits per element.
     """
 
     config: KVarNConfig
@@ -101,7 +75,7 @@ def inspect_model(
     config: KVarNConfig,
     presets: Sequence[KVarNConfig],
     max_kl: float = 0.01,
-    progress: Progress = lambda stage, done, total: None,
+    on_step: OnStep = lambda stage, done, total: None,
 ) -> Inspection:
     """Run a text through a model and see what quantizing its cache does.
 
@@ -117,12 +91,7 @@ def inspect_model(
         The widths to compare; ``config`` is added if it is not among them.
     max_kl : float
         The mean KL divergence, in nats, that a suggestion may cost.
-    progress : callable
-        Told of every step.
-
-    Returns
-    -------
-    Inspection
+    on_step : OnStep
 
     Raises
     ------
@@ -132,36 +101,31 @@ def inspect_model(
     if not max_kl > 0:
         raise ValueError(f"max_kl must be above 0, got {max_kl}")
     presets = list(presets) if config in presets else [config, *presets]
-    layers = inspect_layers(model, input_ids, presets, progress)
+    layers = inspect_layers(model, input_ids, presets, on_step)
+    ranked = [layer.layer for layer in worst_first(layers, config.name)]
     counts = [n for n in (*_SHOWN_SKIPS, *_MORE_SKIPS) if n < len(layers)]
     shown = [n for n in counts if n in _SHOWN_SKIPS]
-    stage, total = "logits of each setting", 1 + len(presets) + len(shown)
-    progress(stage, 0, total)
+    stage, done, total = "logits of each setting", 0, 1 + len(presets) + len(shown)
+    on_step(stage, done, total)
     reference = dense_reference(model, input_ids, skip=max(map(first_quantized_read, presets)))
-    done = 1
 
-    def measure(setting: KVarNConfig, skipped: tuple[int, ...] = ()) -> Trial:
+    def measure(setting: KVarNConfig, skips: int = 0) -> Trial:
         nonlocal done
-        progress(stage, done, max(total, done + 1))
-        result = reference.compare(model, KVarNCache(model.config, setting, skip_layers=skipped))
         done += 1
-        progress(stage, done, max(total, done))
+        on_step(stage, done, max(total, done + 1))
+        skipped = tuple(sorted(ranked[:skips]))
+        result = reference.compare(model, KVarNCache(model.config, setting, skip_layers=skipped))
         return Trial(setting, skipped, result.mean, result.top1, bytes_per_token(layers, setting, skipped))
 
-    ranked = [layer.layer for layer in worst_first(layers, config.name)]
-
-    def skip(count: int) -> Trial:
-        return measure(config, tuple(sorted(ranked[:count])))
-
-    widths = [measure(preset) for preset in presets]
-    widths.sort(key=lambda trial: trial.bytes_per_token)
-    skips = [skip(n) for n in shown]
+    widths = sorted(map(measure, presets), key=lambda trial: trial.bytes_per_token)
+    skips = [measure(config, n) for n in shown]
     enough = [trial for trial in widths if trial.kl <= max_kl]
     if not enough:
         for n in counts:
             if n not in _SHOWN_SKIPS and not any(trial.kl <= max_kl for trial in skips):
-                skips.append(skip(n))
+                skips.append(measure(config, n))
         enough = [trial for trial in skips if trial.kl <= max_kl]
+    on_step(stage, done + 1, done + 1)
     smallest = min(enough, key=lambda trial: trial.bytes_per_token, default=None)
     suggestion = smallest or min((*widths, *skips), key=lambda trial: trial.kl)
     dense = bytes_per_token(layers, config, [layer.layer for layer in layers])
@@ -177,9 +141,6 @@ def bytes_per_token(layers: Sequence[LayerInspection], config: KVarNConfig, skip
     """What one more token adds to these layers in the long run, those skipped at 16 bits per element."""
     total = 0.0
     for layer in layers:
-        if layer.layer in skipped:
-            total += layer.heads * (layer.key_dim + layer.value_dim) * _DENSE_BYTES
-        else:
-            tile = config.key_tile_bytes(layer.key_dim) + config.value_tile_bytes(layer.value_dim)
-            total += layer.heads * tile / config.tile_size
+        bits = 16.0 if layer.layer in skipped else config.bits_per_element(layer.key_dim, layer.value_dim)
+        total += layer.heads * (layer.key_dim + layer.value_dim) * bits / 8
     return total

@@ -7,30 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch.nn.utils.rnn import pad_sequence
 
 from kvarn_hf.inspect.layers import LARGE_CHANNEL, VARYING_CHANNEL, LayerInspection
 from kvarn_hf.inspect.model import Inspection, Trial
+from kvarn_hf.terminal import table
 
 _OUTPUT_ERROR = "error of the attention output / %"
 _LISTED_TOKENS = 5
 
 
 def show(found: Inspection, token_text: Callable[[int], str], context: int, console: Console) -> None:
-    """Print tables and the suggestion.
-
-    Parameters
-    ----------
-    found : Inspection
-    token_text : callable
-        Takes a position in the text, returns its token as text.
-    context : int
-        Tokens to give the cost for.
-    console : rich.console.Console
-    """
+    """Print tables and the suggestion, with its cost for ``context`` tokens; ``token_text`` takes a position in the
+    text and returns its token as text."""
     console.print(_layers(found))
     console.print(
         f"Attention KL: of the weights, in nats, mean over heads. Error: |o - ô| / |o| of the attention's output with "
@@ -61,29 +53,17 @@ def save_figures(found: Inspection, folder: Path) -> list[Path]:
         for trial in found.widths
     }
     # Layers may differ in their number of heads.
-    most = max(layer.heads for layer in found.layers)
-    by_head = torch.zeros(len(indices), most)
-    for row, layer in enumerate(found.layers):
-        by_head[row, : layer.heads] = 100 * layer.errors[preset].output
+    by_head = pad_sequence([100 * layer.errors[preset].output for layer in found.layers], batch_first=True)
     sides = ("keys", "values")
+    size = {side: [layer.channel_size[side] for layer in found.layers] for side in sides}
+    spread = {side: [layer.channel_spread[side] for layer in found.layers] for side in sides}
+    trials = found.widths + found.skips
+    points = [figures.Point(_label(t), t.bytes_per_token, t.kl, bool(t.skip_layers)) for t in trials]
     made = {
         "heads": figures.heads(by_head, indices, f"{preset}: {_OUTPUT_ERROR}"),
-        "channels": figures.channels(
-            {side: [layer.channel_size[side] for layer in found.layers] for side in sides},
-            {side: [layer.channel_spread[side] for layer in found.layers] for side in sides},
-            indices,
-            (LARGE_CHANNEL, VARYING_CHANNEL),
-        ),
+        "channels": figures.channels(size, spread, indices, (LARGE_CHANNEL, VARYING_CHANNEL)),
         "widths": figures.widths(errors, indices, _OUTPUT_ERROR),
-        "trade_off": figures.trade_off(
-            [
-                figures.Point(_label(t), t.bytes_per_token, t.kl, bool(t.skip_layers))
-                for t in found.widths + found.skips
-            ],
-            found.max_kl,
-            _label(found.suggestion),
-            preset,
-        ),
+        "trade_off": figures.trade_off(points, found.max_kl, _label(found.suggestion), preset),
     }
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -96,19 +76,14 @@ def save_figures(found: Inspection, folder: Path) -> list[Path]:
 def _layers(found: Inspection) -> Table:
     preset = found.config.name
     worst = {layer.layer for layer in found.worst_layers[:3]}
-    table = Table(
-        title=f"Layers of the model with {preset} (* the three whose output moves most)", box=SIMPLE_HEAD, padding=0
-    )
-    for column, least in zip(
-        ("layer", "attention KL", "error", "keys only", "values only", "worst KV head"), (5, 9, 6, 6, 6, 9), strict=True
-    ):
-        table.add_column(column, justify="right", min_width=least)
-    table.add_column("outlier channels of keys", min_width=8)
-    table.add_column("of values", min_width=6)
+    errors = ("attention KL", 9), ("error", 6), ("keys only", 6), ("values only", 6), ("worst KV head", 9)
+    channels = ("outlier channels of keys", 8), ("of values", 6)
+    title = f"Layers of the model with {preset} (* the three whose output moves most)"
+    made = table(("layer", 5), *errors, *channels, title=title, names=dict(channels))
     for layer in found.layers:
         error = layer.errors[preset]
         head = int(error.output.argmax())
-        table.add_row(
+        made.add_row(
             f"{'*' if layer.layer in worst else ''}{layer.layer}",
             f"{error.kl.mean().item():.4f}",
             *(_percent(_total(part)) for part in (error.output, error.keys_only, error.values_only)),
@@ -117,7 +92,7 @@ def _layers(found: Inspection) -> Table:
             _channels(layer, "values"),
             style="bold" if layer.layer in worst else "",
         )
-    return table
+    return made
 
 
 def _channels(layer: LayerInspection, side: str) -> str:
@@ -127,73 +102,55 @@ def _channels(layer: LayerInspection, side: str) -> str:
 
 
 def _tokens(found: Inspection, token_text: Callable[[int], str]) -> Table:
-    table = Table(title="Longest vectors among the quantized tokens", box=SIMPLE_HEAD, padding=0)
-    for column in ("", "layer", "KV head", "position", "times the head's median"):
-        table.add_column(column, justify="right" if column else "left")
-    table.add_column("token")
+    columns = "", "layer", "KV head", "position", "times the head's median", ("token", 6)
+    made = table(*columns, title="Longest vectors among the quantized tokens", names=("", "token"))
     for side in ("keys", "values"):
         tokens = [(layer.layer, layer.worst_token(side)) for layer in found.layers]
         for index, token in sorted(tokens, key=lambda pair: -pair[1].size)[:_LISTED_TOKENS]:
             text = escape(repr(token_text(token.position)))
-            table.add_row(side, str(index), str(token.head), str(token.position), f"{token.size:.1f}", text)
-        table.add_section()
-    return table
+            made.add_row(side, str(index), str(token.head), str(token.position), f"{token.size:.1f}", text)
+        made.add_section()
+    return made
 
 
 def _trials(found: Inspection) -> Table:
-    table = Table(
-        title=f"Next-token distributions over {found.tokens:,} tokens, errors accumulating", box=SIMPLE_HEAD, padding=0
-    )
-    table.add_column("setting", min_width=18)
-    for column in ("KL / nats", "same top token", "bytes per token", "times smaller"):
-        table.add_column(column, justify="right")
+    title = f"Next-token distributions over {found.tokens:,} tokens, errors accumulating"
+    figures = "KL / nats", "same top token", "bytes per token", "times smaller"
+    made = table(("setting", 20), *figures, title=title, names=("setting",))
     for group in (found.widths, found.skips):
         for trial in group:
-            table.add_row(
-                trial.name,
-                f"{trial.kl:.4f}",
-                f"{trial.top1:.1%}",
-                f"{trial.bytes_per_token:,.0f}",
-                f"{found.dense_bytes_per_token / trial.bytes_per_token:.2f}",
-                style="bold" if trial == found.suggestion else "",
-            )
-        table.add_section()
-    return table
+            size, times = trial.bytes_per_token, found.dense_bytes_per_token / trial.bytes_per_token
+            cells = trial.name, f"{trial.kl:.4f}", f"{trial.top1:.1%}", f"{size:,.0f}", f"{times:.2f}"
+            made.add_row(*cells, style="bold" if trial == found.suggestion else "")
+        made.add_section()
+    return made
 
 
 def _conclusions(found: Inspection, context: int) -> list[str]:
-    lines = []
-    if found.outlier_layers:
-        varying = [
-            layer.layer
-            for layer in found.outlier_layers
-            if any(c.side == "keys" and c.spread >= VARYING_CHANNEL for c in layer.outlier_channels)
-        ]
-        layers = _list(layer.layer for layer in found.outlier_layers)
-        text = f"Layers with outlier key channels, as a key bias makes them: {layers}."
-        if varying:
-            text += f" They vary from token to token in {_list(varying)}"
-            text += "; elsewhere a zero point takes them in." if len(varying) < len(found.outlier_layers) else "."
-            if found.config.method == "kvarn":
-                text += " The pre-scale damps them before the rotation."
-        else:
-            text += " They hardly vary from token to token: a zero point takes them in."
-        lines.append(text)
-    else:
-        lines.append("No layer has outlier key channels.")
     best = found.suggestion
     needs = f"layers to skip: {_list(best.skip_layers)}" if best.skip_layers else "no layer needs to be skipped"
     size, dense = best.bytes_per_token, found.dense_bytes_per_token
-    lines.append(
+    return [
+        _outliers(found),
         f"[bold]Suggestion: {best.config.name}, {needs}[/bold] (KL {best.kl:.4f} nats, "
-        f"{'within' if best.kl <= found.max_kl else 'no setting is within'} {found.max_kl:g})."
-    )
-    lines.append(
+        f"{'within' if best.kl <= found.max_kl else 'no setting is within'} {found.max_kl:g}).",
         f"Cost: {size:,.0f} bytes per token of the full-attention layers instead of {dense:,.0f} at 16 bits; "
-        f"{size * context / 2**20:,.1f} MiB instead of {dense * context / 2**20:,.1f} for {context:,} tokens."
-    )
-    lines.append(f"    {_code(best)}")
-    return lines
+        f"{size * context / 2**20:,.1f} MiB instead of {dense * context / 2**20:,.1f} for {context:,} tokens.",
+        f"    {_code(best)}",
+    ]
+
+
+def _outliers(found: Inspection) -> str:
+    layers = found.outlier_layers
+    if not layers:
+        return "No layer has outlier key channels."
+    varying = [layer.layer for layer in layers if layer.channel_spread["keys"].max() >= VARYING_CHANNEL]
+    text = f"Layers with outlier key channels, as a key bias makes them: {_list(layer.layer for layer in layers)}. "
+    if not varying:
+        return f"{text}They hardly vary from token to token: a zero point takes them in."
+    text += f"They vary from token to token in {_list(varying)}"
+    text += "; elsewhere a zero point takes them in." if len(varying) < len(layers) else "."
+    return text + (" The pre-scale damps them before the rotation." if found.config.method == "kvarn" else "")
 
 
 def _code(trial: Trial) -> str:

@@ -1,224 +1,68 @@
-"""One layer of a KVarN cache, behind the interface Transformers calls."""
+"""A layer that grows with its tokens, behind the interface Transformers calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers.cache_utils import DynamicLayer
-
-from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
-from kvarn_hf.layers.lazy import LazyStates, Reading
+from kvarn_hf.layers.packed import PackedLayer
 from kvarn_hf.monitor.log import TileLog
 from kvarn_hf.state.layer_state import LayerState
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Latent attention caches the rotary part of its keys in the place of the values: too precious for two bits.
-_ROTARY_KEY_BITS = 8
 
-
-class KVarNLayer(DynamicLayer):
-    """Full-attention layer whose older tokens are packed.
-
-    Parameters
-    ----------
-    config : KVarNConfig
-        Settings of this layer.
-    latent_dims : tuple of int, optional
-        ``(kv_lora_rank, qk_rope_head_dim)`` of a model with multi-head latent attention. When the "values" turn out to
-        be the rotary part of the keys, they are kept at 8 bits.
-    log : TileLog, optional
-        Takes note of the tiles.
-    """
-
-    is_croppable = True
+class KVarNLayer(PackedLayer):
+    """Full-attention layer whose older tokens are packed; see :class:`~kvarn_hf.layers.packed.PackedLayer`."""
 
     def __init__(
         self, config: KVarNConfig, latent_dims: tuple[int, int] | None = None, log: TileLog | None = None
     ) -> None:
-        self.config = config
-        self.log = log
-        self.latent_dims = latent_dims
         self.state: LayerState | None = None
-        # How attention read the packed tiles, so far.
-        self.reads = {"fused": 0, "dequantized": 0}
-        super().__init__()
+        super().__init__(config, latent_dims, log)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Remember dtype, device and shapes; allocates nothing."""
-        _check_states(key_states, value_states)
-        self.dtype, self.device = key_states.dtype, key_states.device
-        config = self.config
-        if self.latent_dims == (key_states.shape[3], value_states.shape[3]) and key_states.shape[1] == 1:
-            config = config.replace(value_bits=max(config.value_bits, _ROTARY_KEY_BITS))
-        self.state = LayerState.empty(config, key_states, value_states)
-        if self.log is not None:
-            self.log.clear()
-        self.is_initialized = True
+    def snapshot(self) -> LayerState | None:
+        """What the layer holds, as a value; None before any token."""
+        return self.state
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, lazy: bool = False, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens, pack the tiles that are full, and return all keys and values for attention.
-
-        Attention reads what was packed before this step dequantized, and everything else exactly, new tokens included.
-
-        Parameters
-        ----------
-        key_states, value_states : torch.Tensor
-            ``[batch, num_kv_heads, new_tokens, head_dim]``, float16, bfloat16 or float32; keys after the rotary
-            embedding. The two head_dims may differ.
-        lazy : bool
-            Where attention can do without dense tensors, return some that are dequantized only when touched (see
-            :mod:`kvarn_hf.layers.lazy`).
-
-        Returns
-        -------
-        keys, values : torch.Tensor
-            ``[batch, num_kv_heads, length, head_dim]``, in the dtype given.
-
-        Raises
-        ------
-        ValueError
-            If dtype, rank, batch, heads, head_dim or device are not those of earlier calls. The layer then holds what
-            it held, as after any other failure.
-        """
-        if self.state is None:
-            self.lazy_initialization(key_states, value_states)
-        before = self._held.writable()
-        _check_states(key_states, value_states)
-        _check_continues(before, key_states, value_states)
-        if self.config.check_finite:
-            _check_finite(key_states, value_states)
-        state = before.appended(key_states, value_states)
-        read: tuple[torch.Tensor, torch.Tensor]
-        if before.length == 0:
-            read = key_states, value_states
-        elif lazy and ops.can_attend(state, key_states.shape[2]):
-            read = LazyStates.pair(Reading(state, self.reads))
-        else:
-            read = ops.dense(state)
-            self.reads["dequantized"] += state.count > 0
-        committed = state.committed()
-        if self.log is not None:
-            self.log.observe(state, committed)
-        self.state = committed
-        return read
+    def replace(self, state: LayerState | None) -> None:
+        """Hold this instead; None: nothing."""
+        self.state = state
 
     @property
-    def keys(self) -> torch.Tensor | None:
-        """All keys, ``[batch, num_kv_heads, length, head_dim]``, dequantized at every access; None before any token."""
-        return None if self.state is None else ops.dense(self.state)[0]
-
-    @keys.setter
-    def keys(self, value: torch.Tensor | None) -> None:
-        self._drop(value)
+    def batch(self) -> int:
+        """Rows of the tokens held."""
+        return self._held().batch
 
     @property
-    def values(self) -> torch.Tensor | None:
-        """All values, like :attr:`keys`."""
-        return None if self.state is None else ops.dense(self.state)[1]
+    def token_bytes(self) -> int:
+        """Bytes that a token of every row takes unquantized; 0 before any."""
+        return 0 if self.state is None else self.state.token_bytes
 
-    @values.setter
-    def values(self, value: torch.Tensor | None) -> None:
-        self._drop(value)
-
-    def _drop(self, value: torch.Tensor | None) -> None:
-        # The base class assigns None to start empty; anything else would be lost, as only packed tiles are stored.
-        if value is not None:
-            raise AttributeError("keys and values of a KVarN layer are read-only; tokens enter through update()")
-        self.state = None
+    def lengths(self) -> tuple[int, int]:
+        """Tokens held, and tiles packed."""
+        return (0, 0) if self.state is None else (self.state.length, self.state.count)
 
     def get_seq_length(self) -> int:
         """Tokens held."""
         return 0 if self.state is None else self.state.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that attention will see after ``query_length`` more tokens."""
-        return self.get_seq_length() + query_length, 0
-
     def get_max_length(self) -> int:
         """-1: there is no limit."""
         return -1
 
-    def memory_footprint(self) -> int:
-        """Bytes of all storage this layer keeps alive, unused capacity included."""
-        if self.state is None:
-            return 0
-        tensors = self.state.tensors if self.log is None else (*self.state.tensors, *self.log.tensors)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(storages.values())
-
-    def dense_bytes(self) -> int:
-        """Bytes that the same tokens take unquantized."""
-        if self.state is None:
-            return 0
-        batch, heads, _, key_dim = self.state.dense.key_buffer.shape
-        channels = key_dim + self.state.dense.value_buffer.shape[3]
-        return batch * heads * self.state.length * channels * self.dtype.itemsize
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.state = None
-        self.reads = {"fused": 0, "dequantized": 0}
-        self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens; see :meth:`cropped`."""
-        if self.state is not None:
-            self.state = self.cropped(tokens_to_remove)
-
-    def cropped(self, tokens_to_remove: int) -> LayerState | None:
-        """The state after :meth:`crop`.
-
-        Parameters
-        ----------
-        tokens_to_remove : int
-            Zero or negative: how many to remove. Positive: the length to keep.
-
-        Raises
-        ------
-        ValueError
-            If the cut would go through a packed tile. Of all tokens ever held, the newest ``residual_length``
-            can always be removed, in one cut or in several.
-        """
-        if self.state is None:
-            return None
-        kept = tokens_to_remove if tokens_to_remove > 0 else self.state.length + tokens_to_remove
-        return self.state.cropped(kept)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let batch row i continue from row ``beam_idx[i]``."""
-        if self.state is not None:
-            self._select(self._row_indices("beam_idx", beam_idx))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row ``repeats`` times."""
-        if self.state is not None:
-            self._select(torch.arange(self.batch, device=self._home).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
-        """Keep only the batch rows ``indices``, and only their memory."""
-        if self.state is not None:
-            self._select(self._row_indices("indices", indices))
-            self.state = self._held.compacted()
-
-    def remember(self) -> tuple[Any, ...] | None:
+    def remember(self) -> Any:
         """What :meth:`restore` needs to undo the next update: everything but the tiles, and their number."""
         # Filled slots never change, so the arenas that the update leaves behind still hold the tiles of before. Holding
         # on to the old arenas would double the memory of every layer whose arenas grow in the same step.
         state = self.state
         return None if state is None else (state.config, state.dense, state.count, state.prescale, state.padding)
 
-    def restore(self, held: tuple[Any, ...] | None) -> None:
+    def restore(self, held: Any) -> None:
         """Undo the updates since :meth:`remember`."""
         if held is None:
             self.reset()
         else:
             config, dense, count, prescale, padding = held
-            self.state = LayerState(config, dense, self._held.tiles.truncated(count), prescale, padding)
+            self.state = LayerState(config, dense, self._held().tiles.truncated(count), prescale, padding)
 
     def offload(self) -> None:
         """Move to the CPU."""
@@ -227,79 +71,5 @@ class KVarNLayer(DynamicLayer):
 
     def prefetch(self) -> None:
         """Move back to the device the tokens came from."""
-        if self.state is not None and self._home != self.device:
+        if self.state is not None and self.state.device != self.device:
             self.state = self.state.to(self.device)
-
-    def _select(self, rows: torch.Tensor) -> None:
-        self.state = self._held.index_select(rows)
-        if self.log is not None:
-            self.log.select(rows)
-
-    @property
-    def _held(self) -> LayerState:
-        if self.state is None:
-            raise RuntimeError("the layer holds no tokens yet")
-        return self.state
-
-    @property
-    def batch(self) -> int:
-        """Rows of the tokens held."""
-        return self._held.dense.key_buffer.shape[0]
-
-    @property
-    def _home(self) -> torch.device:
-        return self._held.dense.key_buffer.device
-
-    def _row_indices(self, name: str, indices: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        rows = torch.as_tensor(indices, device=self._home)
-        if rows.dtype == torch.bool:
-            rows = rows.nonzero().squeeze(1)
-        if rows.ndim != 1:
-            raise ValueError(f"{name} must be one-dimensional, got shape {list(rows.shape)}")
-        rows = rows.to(torch.int64)
-        return torch.where(rows < 0, rows + self.batch, rows)
-
-
-def _check_states(keys: torch.Tensor, values: torch.Tensor) -> None:
-    for name, x in (("key_states", keys), ("value_states", values)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, num_kv_heads, tokens, head_dim], got shape {list(x.shape)}")
-        if x.dtype not in _DTYPES:
-            raise ValueError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
-        if x.shape[3] % 8 or not 8 <= x.shape[3] <= 1024:
-            raise ValueError(f"head_dim of {name} must be a multiple of 8 from 8 to 1024, got {x.shape[3]}")
-    if keys.shape[:3] != values.shape[:3]:
-        raise ValueError(
-            "value_states must have the batch, heads and tokens of key_states "
-            f"{list(keys.shape[:3])}, got {list(values.shape[:3])}"
-        )
-    if keys.device != values.device:
-        raise ValueError(f"value_states must be on the device of key_states {keys.device}, got {values.device}")
-
-
-def _check_continues(state: LayerState, keys: torch.Tensor, values: torch.Tensor) -> None:
-    dense = state.dense
-    for name, new, held in (("key_states", keys, dense.key_buffer), ("value_states", values, dense.value_buffer)):
-        check_like(name, new, (held.shape[0], held.shape[1], held.shape[3]), held.dtype, held.device)
-
-
-def check_like(
-    name: str, new: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Refuse new tokens that are not like those held: ``shape`` is ``(batch, heads, head_dim)``."""
-    if (new.shape[0], new.shape[1], new.shape[3]) != shape:
-        expected = [shape[0], shape[1], "any", shape[2]]
-        raise ValueError(f"{name} must have shape {expected} like the tokens held, got {list(new.shape)}")
-    if new.dtype != dtype:
-        raise ValueError(f"{name} must have dtype {dtype} like the tokens held, got {new.dtype}")
-    if new.device != device:
-        raise ValueError(f"{name} must be on {device} like the tokens held, got {new.device}")
-
-
-def _check_finite(keys: torch.Tensor, values: torch.Tensor) -> None:
-    for name, x in (("key_states", keys), ("value_states", values)):
-        broken = int((~x.isfinite().all(-1)).sum())
-        if broken:
-            raise ValueError(
-                f"{name} must be finite, got NaN or infinity in {broken} token vectors (check_finite=True)"
-            )

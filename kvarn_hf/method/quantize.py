@@ -18,15 +18,7 @@ from kvarn_hf.config import KVarNConfig
 from kvarn_hf.method import packing
 from kvarn_hf.method.normalize import variance_normalize, variance_normalize_published
 from kvarn_hf.method.rotation import rotate
-from kvarn_hf.method.rounding import (
-    centre,
-    encode,
-    full_range_grid,
-    norm_ratio,
-    refit_columns,
-    refit_grid,
-    search_grid,
-)
+from kvarn_hf.method.rounding import centre, encode, full_range_grid, norm_ratio, refit_columns, refit_grid, search_grid
 
 SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
 LARGEST = 65504.0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
@@ -16,17 +17,9 @@ if TYPE_CHECKING:
     from kvarn_hf.state.layer_state import LayerState
 
 SIDES = ("keys", "values")
-FIGURES = (
-    "relative_error",
-    "magnitude_error",
-    "direction_error",
-    "worst_token_error",
-    "worst_token",
-    "iterations",
-    "imbalance_before",
-    "imbalance_after",
-    "prescale",
-)
+ERRORS = ("relative_error", "magnitude_error", "direction_error")
+IMBALANCES = ("imbalance_before", "imbalance_after")
+FIGURES = (*ERRORS, "worst_token_error", "worst_token", "iterations", *IMBALANCES, "prescale")
 
 
 class PackedTokens(NamedTuple):
@@ -66,57 +59,32 @@ class PackedTokens(NamedTuple):
             token = torch.arange(size, device=first.device)
             start = torch.arange(tiles.start, tiles.stop, tiles.step, device=first.device) * size + sink
             counted = (start[:, None] + token >= first[:, None, None])[:, None]
+        dense, held = before.dense, after.tiles
         return cls(
-            original(before.dense.keys),
-            original(before.dense.values),
-            stored(after.tiles.keys),
-            stored(after.tiles.values),
-            prescale,
-            counted,
+            original(dense.keys), original(dense.values), stored(held.keys), stored(held.values), prescale, counted
         )
 
     @classmethod
     def joined(cls, parts: Sequence[PackedTokens]) -> PackedTokens:
         """All tiles of parts that :meth:`fits` says fit."""
-
-        def cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 2)
-
-        def packed(tiles: Sequence[Packed]) -> Packed:
-            return Packed(*(cat(tensors) for tensors in zip(*tiles, strict=True)))
-
-        def given(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-            known = [t for t in tensors if t is not None]
-            return cat(known) if known else None
-
-        keys, values, stored_keys, stored_values, prescale, counted = zip(*parts, strict=True)
-        return cls(cat(keys), cat(values), packed(stored_keys), packed(stored_values), given(prescale), given(counted))
+        if len(parts) == 1:
+            return parts[0]
+        return tree_map(lambda *tensors: None if tensors[0] is None else torch.cat(tensors, 2), *parts)
 
     def fits(self, other: PackedTokens) -> bool:
         """Whether the two can be joined."""
         return self._form() == other._form()
 
     def _form(self) -> tuple[object, ...]:
-        tensors = (self.keys, self.values, *self.stored_keys, *self.stored_values, self.prescale, self.counted)
-        return tuple(t if t is None else (t.dtype, t.device, *t.shape[:2], *t.shape[3:]) for t in tensors)
+        return tuple(t if t is None else (t.dtype, t.device, *t.shape[:2], *t.shape[3:]) for t in tree_leaves(self))
 
 
 def figures_of(tokens: PackedTokens, config: KVarNConfig, most_rounds: int, tolerance: float) -> torch.Tensor:
-    """:data:`FIGURES` of every tile and side.
+    """:data:`FIGURES` of every tile and side: ``[batch, heads, tiles, len(SIDES), len(FIGURES)]``, float32; NaN for
+    tiles of padding alone.
 
-    Parameters
-    ----------
-    tokens : PackedTokens
-    config : KVarNConfig
-    most_rounds : int
-        Rounds of normalization to follow.
-    tolerance : float
-        A change of the imbalance by less than this share of it counts as none.
-
-    Returns
-    -------
-    torch.Tensor
-        ``[batch, heads, tiles, len(SIDES), len(FIGURES)]``, float32; NaN for tiles of padding alone.
+    ``most_rounds`` of normalization are followed, and a change of the imbalance by less than ``tolerance`` of it counts
+    as none.
     """
     keys, values, stored_keys, stored_values, prescale, counted = tokens
     keys_hat = dequantize_keys(stored_keys, prescale, config)
@@ -124,17 +92,17 @@ def figures_of(tokens: PackedTokens, config: KVarNConfig, most_rounds: int, tole
     key_tile, key_exponent, key_broken = rotated_tile(keys, prescale, config)
     value_tile, value_exponent, value_broken = rotated_tile(values, None, config)
     rounds = most_rounds, tolerance
-    found = [
-        [*_errors(keys, keys_hat, ~key_broken, counted), *_rounds(key_tile.mT, key_exponent, config, *rounds)],
-        [*_errors(values, values_hat, ~value_broken, counted), *_rounds(value_tile, value_exponent, config, *rounds)],
-    ]
-    strength = torch.ones_like(found[0][0])
-    if prescale is not None:
-        factors = prescale.float()
-        strength = strength * (factors.amax(-1) / factors.amin(-1))
-    found[0].append(strength)
-    found[1].append(torch.ones_like(strength))
-    out = torch.stack([torch.stack(side, -1) for side in found], -2)
+    none = torch.ones(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    strength = none if prescale is None else prescale.float().amax(-1) / prescale.float().amin(-1)
+    found = (
+        (_errors(keys, keys_hat, ~key_broken, counted), _rounds(key_tile.mT, key_exponent, config, *rounds), strength),
+        (
+            _errors(values, values_hat, ~value_broken, counted),
+            _rounds(value_tile, value_exponent, config, *rounds),
+            none,
+        ),
+    )
+    out = torch.stack([torch.stack((*errors, *trace, last), -1) for errors, trace, last in found], -2)
     return out if counted is None else out.masked_fill(~counted.any(-1)[..., None, None], torch.nan)
 
 

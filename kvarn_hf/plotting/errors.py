@@ -23,23 +23,8 @@ if TYPE_CHECKING:
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], y: str, *, log: bool = False, decimals: int = 2) -> Figure:
-    """Grouped bars with their values written above them.
-
-    Parameters
-    ----------
-    groups : mapping of str to mapping of str to float
-        For every group on the axis, the value of every series. All groups have the same series.
-    y : str
-        What the values are, with their unit.
-    log : bool
-        Logarithmic axis.
-    decimals : int
-        Of the values written.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """Bars in groups, with their values to so many ``decimals`` above them; ``y`` names the values and their unit,
+    ``log`` makes the axis logarithmic."""
     names = list(next(iter(groups.values())))
     made, ((ax,),) = figure(1, 1, (max(6.0, 0.62 * len(names) * len(groups) + 1.0), 3.3))
     grouped_bars(ax, groups, lambda value: f"{value:.{decimals}f}")
@@ -52,31 +37,10 @@ def bars(groups: Mapping[str, Mapping[str, float]], y: str, *, log: bool = False
 
 
 def by_token(series: Mapping[str, torch.Tensor], y: str = "error / length of the token") -> Figure:
-    """One value per token of a tile, a line per series.
-
-    Parameters
-    ----------
-    series : mapping of str to torch.Tensor
-        ``[tokens]`` of every line.
-    y : str
-        What the values are, with their unit.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """A line per series of values ``[tokens]``, one for each token of a tile; ``y`` names them and their unit."""
     made, ((ax,),) = figure(1, 1, (7.0, 3.0))
     for (name, values), style in zip(series.items(), series_styles(series), strict=True):
-        ax.plot(
-            values.detach().float().cpu().numpy(),
-            color=style.color,
-            linestyle=style.linestyle,
-            marker=style.marker,
-            markersize=3.5,
-            markevery=8,
-            linewidth=1.3,
-            label=name,
-        )
+        ax.plot(values.detach().float().cpu().numpy(), label=name, **style.line(markevery=8))
     ax.set_ylim(bottom=0)
     dress(ax, "", "token of the tile", y, legend=True)
     return made
@@ -85,42 +49,19 @@ def by_token(series: Mapping[str, torch.Tensor], y: str = "error / length of the
 def accumulation(
     curves: Mapping[str, tuple[torch.Tensor, torch.Tensor]], y: str, *, start: int = 0, bin_size: int = 128
 ) -> Figure:
-    """Static and accumulated error by position.
+    """Static and accumulated error by position: dashed lines with open markers, and solid ones with filled markers.
 
-    Parameters
-    ----------
-    curves : mapping of str to (torch.Tensor, torch.Tensor)
-        For every method, the static and the accumulated error, ``[positions]`` each.
-    y : str
-        What the errors are, with their unit.
-    start : int
-        Position of the first of them.
-    bin_size : int
-        Positions that one point is the mean of.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        A dashed line with open markers for the static error of each method, a solid one with filled markers for the
-        accumulated error.
+    ``curves`` has the two errors of every method, ``[positions]`` each, of which the first is at ``start``; ``y`` names
+    them and their unit. A point is the mean of ``bin_size`` positions.
     """
     made, ((ax,),) = figure(1, 1, (7.0, 3.6))
     for (name, pair), style in zip(curves.items(), series_styles(curves), strict=True):
-        for kind, values in zip(("static", "accumulated"), pair, strict=True):
+        looks = ("static", "--", "white"), ("accumulated", "-", style.color)
+        for (kind, dashes, face), values in zip(looks, pair, strict=True):
             parts = values.detach().float().cpu().split(bin_size)
-            edges = [start + bin_size * i for i in range(len(parts))]
-            middles = [edge + len(part) / 2 for edge, part in zip(edges, parts, strict=True)]
-            ax.plot(
-                middles,
-                [part.mean().item() for part in parts],
-                color=style.color,
-                linestyle="--" if kind == "static" else "-",
-                marker=style.marker,
-                markersize=5,
-                markerfacecolor="white" if kind == "static" else style.color,
-                linewidth=1.3,
-                label=f"{name}, {kind}",
-            )
+            middles = [start + bin_size * i + len(part) / 2 for i, part in enumerate(parts)]
+            look = style.line(label=f"{name}, {kind}", linestyle=dashes, markerfacecolor=face, markersize=5)
+            ax.plot(middles, [part.mean().item() for part in parts], **look)
     ax.set_ylim(bottom=0)
     dress(ax, "", "position in the text, in tokens", y)
     legend_beside(ax)
@@ -130,29 +71,12 @@ def accumulation(
 def magnitude_shares(largest: Sequence[float], curves: Mapping[str, Sequence[float]]) -> Figure:
     """How much of the largest errors is a wrong length rather than a wrong direction.
 
-    Parameters
-    ----------
-    largest : sequence of float
-        Shares of all tokens that count as largest, each from 0 to 1.
-    curves : mapping of str to sequence of float
-        For every method, the share of the squared error that is magnitude, from 0 to 1, at each of ``largest``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
+    ``largest`` are shares of all tokens that count as largest, and ``curves`` has for every method the share of the
+    squared error that is magnitude at each of them, all from 0 to 1.
     """
     made, ((ax,),) = figure(1, 1, (6.4, 3.3))
     for (name, shares), style in zip(curves.items(), series_styles(curves), strict=True):
-        ax.plot(
-            [100 * share for share in largest],
-            [100 * share for share in shares],
-            color=style.color,
-            linestyle=style.linestyle,
-            marker=style.marker,
-            markersize=5,
-            linewidth=1.4,
-            label=name,
-        )
+        ax.plot([100 * share for share in largest], [100 * share for share in shares], label=name, **style.line())
     plain_log(ax, "x")
     ax.set_ylim(-1, max(10.0, 115 * max(map(max, curves.values()))))
     dress(ax, "", "tokens with the largest errors, in % of all", "share that is magnitude, in %", legend=True)
@@ -160,22 +84,10 @@ def magnitude_shares(largest: Sequence[float], curves: Mapping[str, Sequence[flo
 
 
 def token_norms(norms: torch.Tensor, restored: Mapping[str, torch.Tensor], most_points: int = 1500) -> Figure:
-    """Joint plots of every token's length before and after quantization, with both distributions beside them.
+    """Every token's length before and after quantization, as a scatter plot per method between the two distributions.
 
-    Parameters
-    ----------
-    norms : torch.Tensor
-        ``[tokens]``: lengths of the original vectors.
-    restored : mapping of str to torch.Tensor
-        For every method, ``[tokens]``: lengths of what is read back.
-    most_points : int
-        Tokens drawn, evenly taken from all, so that the picture stays small; the histograms count all of them.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        For every method a scatter plot, with a histogram of the original lengths above it and one of the restored
-        lengths to its right.
+    ``norms`` are the lengths of the original vectors, ``[tokens]``, and ``restored`` has those of what each method
+    reads back. ``most_points`` tokens are drawn, evenly taken from all; the histograms count all of them.
     """
     made, axes = figure(
         2, 2 * len(restored), (3.6 * len(restored), 3.5), width_ratios=(4, 1) * len(restored), height_ratios=(1, 4)
@@ -188,18 +100,10 @@ def token_norms(norms: torch.Tensor, restored: Mapping[str, torch.Tensor], most_
         above, corner = axes[0][2 * index : 2 * index + 2]
         joint, right = axes[1][2 * index : 2 * index + 2]
         corner.axis("off")
-        joint.scatter(
-            norms[::step].numpy(),
-            norms_hat[::step].numpy(),
-            s=7,
-            marker=style.marker,
-            color=style.color,
-            alpha=0.35,
-            linewidths=0,
-        )
+        points = norms[::step].numpy(), norms_hat[::step].numpy()
+        joint.scatter(*points, s=7, marker=style.marker, color=style.color, alpha=0.35, linewidths=0)
         joint.plot([0, top], [0, top], color=GREY, linestyle="--", linewidth=1)
-        joint.set_xlim(0, top)
-        joint.set_ylim(0, top)
+        joint.set(xlim=(0, top), ylim=(0, top))
         above.hist(norms.numpy(), bins=40, range=(0, top), color=GREY)
         right.hist(norms_hat.numpy(), bins=40, range=(0, top), color=style.color, orientation="horizontal")
         for ax in (above, right):

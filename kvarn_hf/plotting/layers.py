@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvarn_hf.plotting.style import GREY, dress, figure, legend_above, plain_log, series_style
+from kvarn_hf.plotting.style import GREY, LEGEND, dress, figure, legend_above, plain_log, series_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,7 +17,8 @@ _HEAT = "cividis_r"
 
 
 class Point(NamedTuple):
-    """A setting: its name, what it stores (bytes per token), what it moves (nats), and whether layers are skipped."""
+    """A setting: its name, what it stores (bytes per token), what it moves (KL divergence in nats), and whether layers
+    are skipped."""
 
     name: str
     bytes_per_token: float
@@ -26,21 +27,8 @@ class Point(NamedTuple):
 
 
 def heads(values: torch.Tensor, layers: Sequence[int], what: str) -> Figure:
-    """A heat map with a row per KV head and a column per layer, and the three largest cells marked.
-
-    Parameters
-    ----------
-    values : torch.Tensor
-        ``[layers, heads]``, not negative.
-    layers : sequence of int
-        The layers' indices.
-    what : str
-        What the values are, with their unit.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """A heat map of values ``[layers, heads]``, not negative: a row per KV head, a column per layer with the index in
+    ``layers``, and a mark on the three largest cells. ``what`` names the values and their unit."""
     count, head_count = values.shape
     made, ((ax,),) = figure(1, 1, (max(5.0, 0.26 * count + 1.6), max(1.6, 0.26 * head_count + 1.1)))
     image = ax.imshow(values.T.float().numpy(), cmap=_HEAT, vmin=0, aspect="auto", interpolation="nearest")
@@ -51,8 +39,7 @@ def heads(values: torch.Tensor, layers: Sequence[int], what: str) -> Figure:
     step = 1 if count <= 40 else 4
     ax.set_xticks(range(0, count, step), [str(index) for index in layers[::step]])
     ax.set_yticks(range(head_count), [str(head) for head in range(head_count)])
-    bar = made.colorbar(image, ax=ax, pad=0.01)
-    bar.ax.tick_params(labelsize=7)
+    made.colorbar(image, ax=ax, pad=0.01).ax.tick_params(labelsize=7)
     dress(ax, what, "layer (× the three largest)", "KV head", grid=False)
     return made
 
@@ -65,19 +52,9 @@ def channels(
 ) -> Figure:
     """The largest and the most varying channel of every layer, for keys and for values.
 
-    Parameters
-    ----------
-    size, spread : mapping of str to sequence of torch.Tensor
-        For ``"keys"`` and ``"values"``, of every layer ``[heads, channels]``: root mean square and standard deviation,
-        as multiples of the head's median channel.
-    layers : sequence of int
-        The layers' indices.
-    limits : tuple of float
-        From which size and which spread on a channel is an outlier.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
+    ``size`` and ``spread`` have, for ``"keys"`` and ``"values"``, of every layer ``[heads, channels]``: the root mean
+    square and standard deviation, as multiples of the head's median channel. ``layers`` are the layers' indices,
+    ``limits`` the size and the spread from which on a channel is an outlier.
     """
     made, (panels,) = figure(1, len(size), (9.0, 3.3), sharey=True)
     kinds = (("root mean square", size, limits[0]), ("standard deviation", spread, limits[1]))
@@ -86,10 +63,7 @@ def channels(
         for index, (kind, data, limit) in enumerate(kinds):
             style = series_style(index)
             largest = [layer.amax().item() for layer in data[side]]
-            ax.plot(
-                layers, largest, color=style.color, linestyle=style.linestyle, marker=style.marker, markersize=4,
-                linewidth=1.1, label=f"largest {kind} (outlier from {limit:g})",
-            )  # fmt: skip
+            ax.plot(layers, largest, label=f"largest {kind} (outlier from {limit:g})", **style.line())
             ax.axhline(limit, color=style.color, linestyle=style.linestyle, linewidth=0.8, alpha=0.5)
             for layer, value in zip(layers, largest, strict=True):
                 if value >= limit or layer in outliers:
@@ -97,39 +71,20 @@ def channels(
         for layer, top in outliers.items():
             ax.annotate(str(layer), (layer, top), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
         plain_log(ax)
-        dress(ax, side, "layer (outliers are numbered)", "multiple of the head's median channel")
-    for ax in panels[1:]:
-        ax.set_ylabel("")
+        y = "multiple of the head's median channel" if ax is panels[0] else ""
+        dress(ax, side, "layer (outliers are numbered)", y)
     low, high = panels[0].get_ylim()
     panels[0].set_ylim(low, high * 1.3)
-    handles, labels = panels[0].get_legend_handles_labels()
-    made.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8, frameon=False, handlelength=3.2)
+    made.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, **LEGEND)
     return made
 
 
 def widths(errors: Mapping[str, Sequence[float]], layers: Sequence[int], what: str) -> Figure:
-    """One line per preset over a model's layers.
-
-    Parameters
-    ----------
-    errors : mapping of str to sequence of float
-        For every preset, the error of each layer.
-    layers : sequence of int
-        The layers' indices.
-    what : str
-        What the errors are, with their unit.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """The error of every layer, a line per preset; ``layers`` are their indices, and ``what`` names the errors and
+    their unit."""
     made, ((ax,),) = figure(1, 1, (8.0, 3.6))
     for index, (name, values) in enumerate(errors.items()):
-        style = series_style(index)
-        ax.plot(
-            layers, values, color=style.color, linestyle=style.linestyle, marker=style.marker, markersize=4,
-            linewidth=1.1, label=name,
-        )  # fmt: skip
+        ax.plot(layers, values, label=name, **series_style(index).line())
     plain_log(ax)
     dress(ax, "", "layer", what)
     legend_above(ax, 3)
@@ -137,22 +92,9 @@ def widths(errors: Mapping[str, Sequence[float]], layers: Sequence[int], what: s
 
 
 def trade_off(points: Sequence[Point], limit: float, suggested: str, skipping: str) -> Figure:
-    """What each setting stores against how far it moves the model's output.
-
-    Parameters
-    ----------
-    points : sequence of Point
-    limit : float
-        The divergence to stay below, in nats.
-    suggested : str
-        The name of the point to emphasize.
-    skipping : str
-        The preset of the points that skip layers.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """What each setting stores against how far it moves the model's output. ``limit`` is the divergence to stay below,
+    in nats; ``suggested`` names the point to emphasize, and ``skipping`` is the preset of the points that skip
+    layers."""
     made, ((ax,),) = figure(1, 1, (8.0, 4.2))
     for skips, label in ((False, "all layers quantized"), (True, f"{skipping}, worst layers dense")):
         chosen = sorted((point for point in points if point.skips == skips), key=lambda point: point.bytes_per_token)
@@ -165,17 +107,11 @@ def trade_off(points: Sequence[Point], limit: float, suggested: str, skipping: s
             best = point.name == suggested
             # Layers left dense move a setting little: their labels take turns above and below.
             above = skips and index % 2 == 0
-            ax.annotate(
-                f"{point.name} (suggested)" if best else point.name,
-                (point.bytes_per_token / 1024, point.kl),
-                xytext=(0, 10 if above else -11),
-                textcoords="offset points",
-                ha="center",
-                va="center",
-                fontsize=8,
-                fontweight="bold" if best else "normal",
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-            )
+            text, weight = (f"{point.name} (suggested)", "bold") if best else (point.name, "normal")
+            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": weight}
+            look |= {"xytext": (0, 10 if above else -11), "textcoords": "offset points"}
+            look |= {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
+            ax.annotate(text, (point.bytes_per_token / 1024, point.kl), **look)
     ax.axhline(limit, color=GREY, linestyle="--", linewidth=1.0)
     ax.text(1.0, limit, f"limit {limit:g}", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
     plain_log(ax)

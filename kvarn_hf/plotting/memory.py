@@ -25,17 +25,7 @@ GIB = 2**30
 
 
 def cache_bytes(caches: Mapping[str, Mapping[str, int]]) -> Figure:
-    """What caches hold, one stacked bar each.
-
-    Parameters
-    ----------
-    caches : mapping of str to mapping of str to int
-        For every cache, the bytes of each of its parts.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """What caches hold: a stacked bar for each, of the bytes of its parts."""
     made, ((ax,),) = figure(1, 1, (7.0, 0.55 * len(caches) + 1.0))
     names = list(caches)
     parts = list(dict.fromkeys(part for held in caches.values() for part in held))
@@ -43,16 +33,8 @@ def cache_bytes(caches: Mapping[str, Mapping[str, int]]) -> Figure:
     for part, style in zip(parts, series_styles(parts), strict=True):
         present = [cache for cache, held in caches.items() if held.get(part)]
         widths = [caches[cache][part] / 2**20 for cache in present]
-        ax.barh(
-            [names.index(cache) for cache in present],
-            widths,
-            0.6,
-            [left[cache] for cache in present],
-            color="white" if style.hatch else style.color,
-            edgecolor=style.color,
-            hatch=style.hatch,
-            label=part,
-        )
+        rows, starts = [names.index(cache) for cache in present], [left[cache] for cache in present]
+        ax.barh(rows, widths, 0.6, starts, label=part, **style.bar())
         for cache, width in zip(present, widths, strict=True):
             left[cache] += width
     for row, total in enumerate(left.values()):
@@ -69,51 +51,24 @@ def cache_bytes(caches: Mapping[str, Mapping[str, int]]) -> Figure:
 def bytes_by_context(
     contexts: Sequence[int], caches: Mapping[str, Sequence[int]], limits: Mapping[str, int] | None = None
 ) -> Figure:
-    """How caches grow with the context.
-
-    Parameters
-    ----------
-    contexts : sequence of int
-        Tokens.
-    caches : mapping of str to sequence of int
-        For every cache, its bytes at each context.
-    limits : mapping of str to int, optional
-        Bytes at which horizontal lines are drawn, such as a GPU's free memory, by their names.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """How caches grow: the bytes of each at every context, in tokens. ``limits``, in bytes, are drawn as horizontal
+    lines with their names, such as a GPU's free memory."""
     made, ((ax,),) = figure(1, 1, (7.0, 3.6))
     for (name, sizes), style in zip(caches.items(), series_styles(caches), strict=True):
         gib = [size / GIB for size in sizes]
-        ax.plot(
-            contexts, gib, color=style.color, linestyle=style.linestyle, marker=style.marker, markersize=4, label=name
-        )
+        ax.plot(contexts, gib, label=name, **style.line())
         ax.annotate(f"  {gib[-1]:.1f} GiB", (contexts[-1], gib[-1]), fontsize=8, va="center", annotation_clip=False)
     for name, size in (limits or {}).items():
         ax.axhline(size / GIB, color=GREY, linestyle=(0, (6, 4)), linewidth=1)
         ax.text(0.99 * contexts[-1], size / GIB, name, fontsize=8, color=GREY, ha="right", va="bottom")
-    ax.set_xlim(0, contexts[-1])
-    ax.set_ylim(bottom=0)
-    ax.set_xticks([contexts[-1] * i // 8 for i in range(9)])
+    ax.set(xlim=(0, contexts[-1]), ylim=(0, None), xticks=[contexts[-1] * i // 8 for i in range(9)])
     ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
     dress(ax, "", "context, in tokens (1k = 1,024)", "cache, in GiB", legend=True)
     return made
 
 
 def tokens_that_fit(gpus: Mapping[str, Mapping[str, int]]) -> Figure:
-    """The longest context by GPU and cache, as bars.
-
-    Parameters
-    ----------
-    gpus : mapping of str to mapping of str to int
-        For every GPU, the tokens that fit with each cache.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """Bars of the tokens that fit on each GPU with each cache."""
     made, ((ax,),) = figure(1, 1, (7.0, 3.4))
     grouped_bars(ax, gpus, lambda tokens: f"{tokens / 1000:,.0f}k")
     ax.yaxis.set_major_formatter(lambda x, _: f"{x / 1000:,.0f}k")
@@ -123,22 +78,10 @@ def tokens_that_fit(gpus: Mapping[str, Mapping[str, int]]) -> Figure:
 
 
 def read_rows(folder: str | Path, benchmark: str) -> tuple[list[dict[str, Any]], str]:
-    """Rows of a benchmark's committed results, for the figures below, and what they were measured with.
+    """Rows of the results of a benchmark, ``"generate"`` or ``"attention"``, and what they were measured with.
 
-    Parameters
-    ----------
-    folder : str or Path
-        Where the files ``bench_<benchmark>*.json`` are: as :func:`kvarn_hf.bench.results.save` writes them, or a list
-        of rows.
-    benchmark : str
-        ``"generate"`` or ``"attention"``.
-
-    Returns
-    -------
-    rows : list of dict
-        Of all the files, in the order of their names; empty if there is none.
-    measured_with : str
-        GPU and versions, as far as the files tell.
+    The rows of all files ``bench_<benchmark>*.json`` in ``folder``, which :func:`kvarn_hf.bench.results.save` wrote or
+    which are lists of rows, in the order of their names; and GPU and versions, as far as the files tell.
     """
     rows: list[dict[str, Any]] = []
     made: dict[str, None] = {}
@@ -159,18 +102,8 @@ def describe(measured_with: Mapping[str, str]) -> str:
 
 
 def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Time of a decode step by context on logarithmic axes, one for each batch size.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        As :func:`kvarn_hf.bench.generate.generate` returns them: ``cache``, ``batch``, ``context``, and ``step_ms`` in
-        milliseconds (None for a run that failed, which is left out).
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """Time of a decode step by context on logarithmic axes, one for each batch size, from rows as
+    :func:`kvarn_hf.bench.generate.generate` returns them. Runs that failed (``step_ms`` is None) are left out."""
     timed = [row for row in rows if row["step_ms"] is not None]
     batches = sorted({row["batch"] for row in timed})
     caches = list(dict.fromkeys(row["cache"] for row in timed))
@@ -178,64 +111,30 @@ def decode_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for ax, batch in zip(axes[0], batches, strict=True):
         for cache, style in zip(caches, series_styles(caches), strict=True):
             points = sorted((r["context"], r["step_ms"]) for r in timed if (r["cache"], r["batch"]) == (cache, batch))
-            ax.plot(  # also what has no point here: there is one legend for all
-                [context for context, _ in points],
-                [step for _, step in points],
-                color=style.color,
-                linestyle=style.linestyle,
-                marker=style.marker,
-                markersize=5,
-                label=cache,
-            )
+            # Drawn without points too: there is one legend for all.
+            x, y = [context for context, _ in points], [step for _, step in points]
+            ax.plot(x, y, label=cache, **style.line())
         plain_log(ax)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
-        y = "decode step, in ms" if batch == batches[0] else ""
-        dress(ax, f"batch {batch}", "context, in tokens (1k = 1,024)", y)
+        unit = "decode step, in ms" if batch == batches[0] else ""
+        dress(ax, f"batch {batch}", "context, in tokens (1k = 1,024)", unit)
     legend_beside(axes[0][-1])
     return made
 
 
 def attention_times(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Time that reading the cache takes in one decode step, packed against dense, as horizontal bars.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        As :func:`kvarn_hf.bench.attention.attention` returns them; times in microseconds.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """Time that reading the cache takes in one decode step, packed against dense, as horizontal bars, from rows as
+    :func:`kvarn_hf.bench.attention.attention` returns them."""
     shapes: dict[str, dict[str, float]] = {}
     for row in rows:
-        context = row["context"]
-        name = (
-            f"batch {row['batch']}, {context // 1024}k tokens, {row['heads']} KV heads x {row['groups']}, "
-            f"head_dim {row['head_dim']}"
-        )
+        name = "batch {batch}, {thousands}k tokens, {heads} KV heads x {groups}, head_dim {head_dim}"
+        name = name.format(**row, thousands=row["context"] // 1024)
         times = shapes.setdefault(name, {"dense (best SDPA)": row["dense"][row["best_dense"]]})
         times[row["preset"]] = row["packed"]
-    names = list(dict.fromkeys(name for times in shapes.values() for name in times))
     made, ((ax,),) = figure(1, 1, (7.5, 0.55 * len(shapes) + 1.0))
-    height = 0.8 / len(names)
-    for index, (name, style) in enumerate(zip(names, series_styles(names), strict=True)):
-        present = [(i, times[name]) for i, times in enumerate(shapes.values()) if name in times]
-        y = [i + (index - (len(names) - 1) / 2) * height for i, _ in present]
-        drawn = ax.barh(
-            y,
-            [time for _, time in present],
-            0.92 * height,
-            color="white" if style.hatch else style.color,
-            edgecolor=style.color,
-            hatch=style.hatch,
-            label=name,
-        )
-        ax.bar_label(drawn, fmt="%.0f", fontsize=7, padding=2)
-    ax.set_yticks(range(len(shapes)), list(shapes))
-    ax.invert_yaxis()
+    grouped_bars(ax, shapes, lambda time: f"{time:.0f}", horizontal=True)
     dress(ax, "", "microseconds")
     ax.grid(False, axis="y")
-    legend_above(ax, len(names))
+    legend_above(ax, len({name for times in shapes.values() for name in times}))
     return made

@@ -30,6 +30,16 @@ class SeriesStyle:
     marker: str
     hatch: str
 
+    def line(self, **changes: Any) -> dict[str, Any]:
+        """Arguments of :meth:`matplotlib.axes.Axes.plot`, some of them changed."""
+        look = {"color": self.color, "linestyle": self.linestyle, "marker": self.marker}
+        return look | {"linewidth": 1.3, "markersize": 4} | changes
+
+    def bar(self) -> dict[str, Any]:
+        """Arguments of :meth:`matplotlib.axes.Axes.bar` and ``barh``."""
+        face = "white" if self.hatch else self.color
+        return {"color": face, "edgecolor": self.color, "hatch": self.hatch, "linewidth": 1.2}
+
 
 # Okabe and Ito's colours, in an order in which neighbours differ in lightness too, then a brown and a grey.
 _SERIES = (
@@ -45,18 +55,10 @@ _SERIES = (
     SeriesStyle("#F0E442", (0, (2, 1)), "h", "**"),
 )
 
-_PLACES = {
-    "dense": 0,
-    "rtn": 0,
-    "published": 1,
-    "kvarn": 2,
-    "rotation alone": 3,
-    "hadamard": 3,
-    "kvarn, no pre-scale": 4,
-}
+_SLOT = {"dense": 0, "rtn": 0, "published": 1, "kvarn": 2, "rotation alone": 3, "hadamard": 3, "kvarn, no pre-scale": 4}
 
 # Handles wide enough to show a whole period of the line styles.
-_LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "handlelength": 3.2}
+LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False, "handlelength": 3.2}
 
 
 def series_style(index: int) -> SeriesStyle:
@@ -67,30 +69,17 @@ def series_style(index: int) -> SeriesStyle:
 def series_styles(names: Iterable[str]) -> list[SeriesStyle]:
     """Styles of some series: the dense cache and each method have their own everywhere, others take what is left."""
     names = list(names)
-    taken = {_PLACES[name] for name in names if name in _PLACES}
+    taken = {_SLOT[name] for name in names if name in _SLOT}
     free = (index for index in itertools.count() if index not in taken)
-    return [series_style(_PLACES[name] if name in _PLACES else next(free)) for name in names]
+    return [series_style(_SLOT[name] if name in _SLOT else next(free)) for name in names]
 
 
 def figure(
     rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 3.5), **layout: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure and its axes.
+    """An empty figure of so many inches, and its axes as ``axes[row][column]``.
 
-    Parameters
-    ----------
-    rows, columns : int
-        Axes below and beside one another.
-    size : tuple of float
-        Width and height in inches.
-    **layout
-        Further arguments of :meth:`matplotlib.figure.Figure.subplots`.
-
-    Returns
-    -------
-    figure : matplotlib.figure.Figure
-    axes : list of list of matplotlib.axes.Axes
-        ``axes[row][column]``.
+    ``layout`` are further arguments of :meth:`matplotlib.figure.Figure.subplots`.
 
     Raises
     ------
@@ -117,27 +106,27 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "", *, legend: bool
         axes.grid(True, color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
     if legend:
-        axes.legend(**_LEGEND)
+        axes.legend(**LEGEND)
 
 
-def grouped_bars(axes: Axes, groups: Mapping[str, Mapping[str, float]], text: Callable[[float], str]) -> None:
-    """A bar for every series of every group, with its value, as ``text`` writes it, above; all groups have the same."""
-    names = list(next(iter(groups.values())))
+def grouped_bars(
+    axes: Axes, groups: Mapping[str, Mapping[str, float]], text: Callable[[float], str], *, horizontal: bool = False
+) -> None:
+    """A bar for every series of every group, with its value, as ``text`` writes it, at the bar's end."""
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / len(names)
     for index, (name, style) in enumerate(zip(names, series_styles(names), strict=True)):
-        values = [group[name] for group in groups.values()]
-        drawn = axes.bar(
-            [group + (index - (len(names) - 1) / 2) * width for group in range(len(groups))],
-            values,
-            0.92 * width,
-            color="white" if style.hatch else style.color,
-            edgecolor=style.color,
-            hatch=style.hatch,
-            linewidth=1.2,
-            label=name,
-        )
+        present = [(place, group[name]) for place, group in enumerate(groups.values()) if name in group]
+        places = [place + (index - (len(names) - 1) / 2) * width for place, _ in present]
+        values = [value for _, value in present]
+        draw = axes.barh if horizontal else axes.bar
+        drawn = draw(places, values, 0.92 * width, label=name, **style.bar())
         axes.bar_label(drawn, [text(value) for value in values], fontsize=7, padding=1)
-    axes.set_xticks(range(len(groups)), list(groups))
+    if horizontal:
+        axes.set_yticks(range(len(groups)), list(groups))
+        axes.invert_yaxis()
+    else:
+        axes.set_xticks(range(len(groups)), list(groups))
 
 
 def plain_log(axes: Axes, which: str = "y") -> None:
@@ -153,9 +142,9 @@ def plain_log(axes: Axes, which: str = "y") -> None:
 
 def legend_above(axes: Axes, columns: int) -> None:
     """A legend of so many columns above the axes."""
-    axes.legend(**_LEGEND, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1))
+    axes.legend(**LEGEND, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 def legend_beside(axes: Axes) -> None:
     """A legend to the right of the axes."""
-    axes.legend(**_LEGEND, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(**LEGEND, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -15,22 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 _BINS = 61
+Pair: TypeAlias = tuple[float, float]
 
 
 def stages(panels: Sequence[tuple[str, torch.Tensor]]) -> Figure:
-    """One tile at several stages: a heat map of each, and below it the histogram of its elements.
-
-    Parameters
-    ----------
-    panels : sequence of (str, torch.Tensor)
-        Title and matrix ``[tokens, channels]`` of every stage. A matrix of integers is shown as codes.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Heat maps in the first row, each with its own colour scale, symmetric for real numbers; histograms in the
-        second, counts on a logarithmic axis.
-    """
+    """One tile at several stages, each with its title and a matrix ``[tokens, channels]``; integers are shown as codes.
+    Heat maps with a colour scale each, symmetric for real numbers, stand above histograms of the elements."""
     made, axes = figure(2, len(panels), (2.6 * len(panels), 4.6), height_ratios=(1.5, 1))
     from matplotlib.ticker import MaxNLocator
 
@@ -43,35 +33,22 @@ def stages(panels: Sequence[tuple[str, torch.Tensor]]) -> Figure:
         bar.ax.set_title(title, fontsize=10)
         dress(heat, "", "token of the tile", "channel" if column == 0 else "", grid=False)
         bins = torch.arange(int(tile.max()) + 2).sub(0.5).tolist() if codes else _BINS
-        histogram.hist(
-            tile.flatten().cpu().numpy(), bins=bins, color=series_style(1).color, log=True, rwidth=0.8 if codes else 1
-        )
+        look: dict[str, Any] = {"color": series_style(1).color, "log": True, "rwidth": 0.8 if codes else 1}
+        histogram.hist(tile.flatten().cpu().numpy(), bins=bins, **look)
         histogram.set_ylim(bottom=0.7)
         dress(histogram, "", "code" if codes else "value", "elements" if column == 0 else "")
     return made
 
 
 def spreads(series: Mapping[str, torch.Tensor]) -> Figure:
-    """How even a tile is: the standard deviation of every channel, and of every token.
-
-    Parameters
-    ----------
-    series : mapping of str to torch.Tensor
-        Name and matrix ``[tokens, channels]`` of every stage. Each is shown relative to its own median deviation, so
-        that a flat line at 1 is even.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Two axes, channels and tokens, one line per series in each.
-    """
+    """How even a tile ``[tokens, channels]`` is at every stage: the standard deviation of every channel, and of every
+    token, relative to the median one, so that a flat line at 1 is even."""
     made, axes = figure(1, 2, (8.0, 3.2), sharey=True)
     for ax, dim, name in ((axes[0][0], 0, "channel"), (axes[0][1], 1, "token")):
         for index, (label, tile) in enumerate(series.items()):
-            style = series_style(index)
             deviation = tile.detach().float().cpu().std(dim, correction=0)
             relative = (deviation / deviation.median()).numpy()
-            ax.plot(relative, color=style.color, linestyle=style.linestyle, linewidth=1.4, label=label)
+            ax.plot(relative, label=label, **series_style(index).line(marker=""))
         plain_log(ax)
         y = "standard deviation / median" if name == "channel" else ""
         dress(ax, f"Spread of every {name}", f"{name} of the tile", y, legend=name == "token")
@@ -79,30 +56,11 @@ def spreads(series: Mapping[str, torch.Tensor]) -> Figure:
 
 
 def outlier_profile(series: Mapping[str, torch.Tensor]) -> Figure:
-    """The standard deviation of every channel, as it is, on a logarithmic axis.
-
-    Parameters
-    ----------
-    series : mapping of str to torch.Tensor
-        Name and matrix ``[tokens, channels]`` of every line.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-    """
+    """The standard deviation of every channel of tiles ``[tokens, channels]``, on a logarithmic axis."""
     made, ((ax,),) = figure(1, 1, (7.0, 3.0))
     for index, (label, tile) in enumerate(series.items()):
-        style = series_style(index)
         deviation = tile.detach().float().cpu().std(0, correction=0).numpy()
-        ax.plot(
-            deviation,
-            color=style.color,
-            linestyle=style.linestyle,
-            marker=style.marker,
-            markersize=3.5,
-            linewidth=1.2,
-            label=label,
-        )
+        ax.plot(deviation, label=label, **series_style(index).line())
     plain_log(ax)
     dress(ax, "", "channel", "standard deviation over tokens", legend=True)
     return made
@@ -111,18 +69,8 @@ def outlier_profile(series: Mapping[str, torch.Tensor]) -> Figure:
 def glance(panels: Sequence[tuple[str, str, torch.Tensor]], counts: tuple[int, int, int], tile_size: int) -> Figure:
     """The method in one picture: where the tokens of a layer are, and what happens to one tile.
 
-    Parameters
-    ----------
-    panels : sequence of (str, str, torch.Tensor)
-        Title, explanation and matrix ``[tokens, channels]`` of every stage, in order.
-    counts : tuple of int
-        Sink tokens, packed tiles and tail tokens of the strip above.
-    tile_size : int
-        Tokens per tile.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
+    ``panels`` are title, explanation and matrix ``[tokens, channels]`` of every stage; ``counts`` are the sink tokens,
+    packed tiles of ``tile_size`` tokens, and tail tokens of the strip above.
     """
     made, axes = figure(1, len(panels), (2.5 * len(panels), 4.1))
     made.set_layout_engine("constrained", rect=(0, 0, 1, 0.64), wspace=0.13)
@@ -133,28 +81,18 @@ def glance(panels: Sequence[tuple[str, str, torch.Tensor]], counts: tuple[int, i
         _heat_map(ax, tile)
         ax.set_title(title, fontsize=11, fontweight="bold")
         ax.set_xlabel(text, fontsize=9)
-        ax.set_xticks([])
-        ax.set_yticks([])
+        ax.set(xticks=[], yticks=[])
         if column:
-            ax.annotate(
-                "",
-                (-0.015, 0.5),
-                (-0.135, 0.5),
-                xycoords="axes fraction",
-                arrowprops={"arrowstyle": "-|>", "color": "black", "linewidth": 1.6},
-                annotation_clip=False,
-            )
+            _arrow(ax, (-0.135, 0.5), (-0.015, 0.5), "black", 1.6)
     axes[0][0].set_ylabel("channels of one head", fontsize=9)
-    axes[0][0].annotate(
-        "",
-        (0.5, 1.14),
-        highlighted,
-        xycoords="axes fraction",
-        textcoords=strip.transData,
-        arrowprops={"arrowstyle": "-|>", "color": GREY, "linewidth": 1.2},
-        annotation_clip=False,
-    )
+    _arrow(axes[0][0], highlighted, (0.5, 1.14), GREY, 1.2, textcoords=strip.transData)
     return made
+
+
+def _arrow(ax: Axes, start: Pair, end: Pair, color: str, width: float, **options: Any) -> None:
+    """To ``end``, in fractions of the axes."""
+    look = {"arrowstyle": "-|>", "color": color, "linewidth": width}
+    ax.annotate("", end, start, xycoords="axes fraction", arrowprops=look, annotation_clip=False, **options)
 
 
 def _heat_map(ax: Axes, tile: torch.Tensor) -> AxesImage:
@@ -165,7 +103,7 @@ def _heat_map(ax: Axes, tile: torch.Tensor) -> AxesImage:
     return ax.imshow(tile.mT.numpy(), cmap=HEAT, vmin=lowest, vmax=limit, aspect="auto", interpolation="nearest")
 
 
-def _strip(ax: Axes, counts: tuple[int, int, int], tile_size: int) -> tuple[float, float]:
+def _strip(ax: Axes, counts: tuple[int, int, int], tile_size: int) -> Pair:
     """Draw sinks, tiles and tail as boxes; return the lower edge of the first tile."""
     sink, tiles, tail = counts
     dense, packed = series_style(2), series_style(1)

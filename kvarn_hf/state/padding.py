@@ -10,14 +10,11 @@ mean, and lets every row of a padded batch have its own sinks and its own pre-sc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from kvarn_hf.state.layer_state import LayerState
+from kvarn_hf.state.dense import DenseTokens
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,10 @@ class LeftPadding:
     value: torch.Tensor
 
     @classmethod
-    def begin(cls, keys: torch.Tensor, values: torch.Tensor) -> LeftPadding:
+    def begin(cls, dense: DenseTokens) -> LeftPadding:
         """From all tokens so far, of which only the first has been looked at."""
-        run = torch.ones(keys.shape[0], dtype=torch.int64, device=keys.device)
-        return cls(run, 1, keys[:, :, :1].clone(), values[:, :, :1].clone())
+        run = torch.ones(dense.keys.shape[0], dtype=torch.int64, device=dense.keys.device)
+        return cls(run, 1, dense.keys[:, :, :1].clone(), dense.values[:, :, :1].clone())
 
     @property
     def length(self) -> torch.Tensor:
@@ -51,30 +48,34 @@ class LeftPadding:
         return torch.where(self.run > 1, self.run, 0)
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Every tensor held."""
-        return self.run, self.key, self.value
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Every tensor held, by name."""
+        return {"padding.run": self.run, "padding.key": self.key, "padding.value": self.value}
 
-    def scanned_to(self, state: LayerState) -> LeftPadding:
-        """With every token of ``state`` looked at."""
-        new = slice(_dense_index(state, self.scanned), state.dense.length)
-        equal = (state.dense.keys[:, :, new] == self.key).all(-1).all(1)
-        equal &= (state.dense.values[:, :, new] == self.value).all(-1).all(1)
+    def with_parts(self, parts: dict[str, torch.Tensor]) -> LeftPadding:
+        """The same padding in other tensors, named as :attr:`parts` names them."""
+        return replace(self, run=parts["padding.run"], key=parts["padding.key"], value=parts["padding.value"])
+
+    def scanned_to(self, dense: DenseTokens, packed: int) -> LeftPadding:
+        """With every dense token looked at; ``packed`` tokens before the tail are in tiles."""
+        new = slice(self.scanned - packed, dense.length)
+        equal = (dense.keys[:, :, new] == self.key).all(-1).all(1)
+        equal &= (dense.values[:, :, new] == self.value).all(-1).all(1)
         more = equal.to(torch.int64).cumprod(1).sum(1)
         run = torch.where(self.run == self.scanned, self.run + more, self.run)
-        return replace(self, run=run, scanned=state.length)
+        return replace(self, run=run, scanned=dense.length + packed)
 
-    def sinks(self, state: LayerState) -> tuple[torch.Tensor, torch.Tensor]:
+    def sinks(self, dense: DenseTokens, packed: int, sink_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[batch, heads, sink_length, head_dim]`` of each row's first tokens behind its padding.
 
         Those that are not there yet are zero, and filled in by a later call, while they are still dense.
         """
-        slot = torch.arange(state.config.sink_length, device=self.run.device)
+        slot = torch.arange(sink_length, device=self.run.device)
         position = self.length[:, None] + slot
-        held = position >= state.tail_start
-        index = torch.where(held, _dense_index(state, position), slot).clamp(0, state.dense.length - 1)
-        missing = (position >= state.length)[:, None, :, None]
-        keys, values = (gather_tokens(x, index).masked_fill(missing, 0) for x in (state.dense.keys, state.dense.values))
+        tail_start = sink_length + packed if packed else 0
+        index = torch.where(position >= tail_start, position - packed, slot).clamp(0, dense.length - 1)
+        missing = (position >= dense.length + packed)[:, None, :, None]
+        keys, values = (gather_tokens(x, index).masked_fill(missing, 0) for x in (dense.keys, dense.values))
         return keys, values
 
     def restored(
@@ -103,21 +104,6 @@ class LeftPadding:
     def shortened(self, length: int) -> LeftPadding:
         """As it was for the first ``length`` tokens."""
         return replace(self, run=self.run.clamp_max(max(1, length)), scanned=min(self.scanned, max(1, length)))
-
-    def index_select(self, indices: torch.Tensor) -> LeftPadding:
-        """Batch rows ``indices``."""
-        run, key, value = (t.index_select(0, indices) for t in self.tensors)
-        return replace(self, run=run, key=key, value=value)
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LeftPadding:
-        """With every tensor changed, e.g. moved to another device."""
-        run, key, value = map(change, self.tensors)
-        return replace(self, run=run, key=key, value=value)
-
-
-def _dense_index(state: LayerState, position: Any) -> Any:
-    """Where a position of the tail (or, before anything is packed, any position) lies in the dense buffer."""
-    return position - state.tail_start + (state.config.sink_length if state.count else 0)
 
 
 def gather_tokens(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

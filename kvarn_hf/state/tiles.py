@@ -24,6 +24,23 @@ def capacity_for(count: int) -> int:
     return -(-count // step) * step
 
 
+def arena_shapes(
+    lead: tuple[int, ...], key_dim: int, value_dim: int, config: KVarNConfig
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape ``[*lead, ...]`` of every tensor that tiles are stored in, by name."""
+    size, half = config.tile_size, torch.float16
+
+    def arena(side: str, codes: tuple[int, int], channels: int, zero_points: int) -> dict:
+        sizes = {"channel_scale": channels, "token_scale": size, "zero_point": zero_points}
+        scales = {f"{side}.{name}": (half, (*lead, n)) for name, n in sizes.items()}
+        return {f"{side}.codes": (torch.uint8, (*lead, *codes)), **scales}
+
+    return {
+        **arena("keys", (size * config.key_bits // 8, key_dim), key_dim, key_dim),
+        **arena("values", (value_dim * config.value_bits // 8, size), value_dim, size),
+    }
+
+
 @dataclass(frozen=True)
 class PackedTiles:
     """Codes and scales of one layer's tiles, in arenas ``[rows, heads, capacity, ...]`` of which ``count`` are filled.
@@ -36,6 +53,8 @@ class PackedTiles:
         The arenas.
     count : int
         Tiles in use.
+    written : list of int
+        One number, shared by all that share the arenas: slots that have been filled.
     rows : torch.Tensor, optional
         ``[batch]``, int64: the arena row of every batch row; None means each its own. Beam search re-maps rows at every
         step, and moving the map is cheaper than moving tiles.
@@ -44,6 +63,7 @@ class PackedTiles:
     keys: Packed
     values: Packed
     count: int
+    written: list[int]
     rows: torch.Tensor | None = None
 
     @classmethod
@@ -51,60 +71,48 @@ class PackedTiles:
         cls, batch: int, heads: int, key_dim: int, value_dim: int, config: KVarNConfig, count: int, device: torch.device
     ) -> PackedTiles:
         """Uninitialized arenas with room for ``count`` tiles, none filled."""
-        size, capacity = config.tile_size, capacity_for(count)
+        shapes = arena_shapes((batch, heads, capacity_for(count)), key_dim, value_dim, config)
+        return cls.of({name: torch.empty(s, dtype=dtype, device=device) for name, (dtype, s) in shapes.items()}, 0)
 
-        def arena(codes: tuple[int, int], channels: int, zero_points: int) -> Packed:
-            lead = (batch, heads, capacity)
-            half = [torch.empty(*lead, n, dtype=torch.float16, device=device) for n in (channels, size, zero_points)]
-            return Packed(torch.empty(*lead, *codes, dtype=torch.uint8, device=device), *half)
+    @classmethod
+    def of(cls, parts: dict[str, torch.Tensor], count: int) -> PackedTiles:
+        """Arenas named as :attr:`parts` names them, ``count`` of whose slots are filled."""
+        keys, values = (Packed(*(parts[f"{side}.{name}"] for name in Packed._fields)) for side in ("keys", "values"))
+        return cls(keys, values, count, [count], parts.get("rows"))
 
-        keys = arena((size * config.key_bits // 8, key_dim), key_dim, key_dim)
-        values = arena((value_dim * config.value_bits // 8, size), value_dim, size)
-        return cls(keys, values, 0)
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Every tensor held, by name."""
+        sides = {"keys": self.keys, "values": self.values}
+        parts = {f"{side}.{name}": t for side, arena in sides.items() for name, t in arena._asdict().items()}
+        return parts if self.rows is None else {**parts, "rows": self.rows}
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated."""
+        return self.keys.codes.shape[2]
 
     def emptied(self) -> PackedTiles:
         """No tiles, and no memory for any."""
         batch = self.keys.codes.shape[0] if self.rows is None else self.rows.shape[0]
-        keys, values = (
-            Packed(*(t.new_empty(batch, t.shape[1], 0, *t.shape[3:]) for t in part)) for part in self._parts
-        )
-        return PackedTiles(keys, values, 0)
-
-    @property
-    def _parts(self) -> tuple[Packed, Packed]:
-        return self.keys, self.values
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.codes.shape[2]
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Every tensor held."""
-        return (*self.keys, *self.values) if self.rows is None else (*self.keys, *self.values, self.rows)
+        empty = replace(self, rows=None)._each_arena(lambda t: t.new_empty(batch, t.shape[1], 0, *t.shape[3:]))
+        return replace(empty, count=0, written=[0])
 
     def reserved(self, extra: int) -> PackedTiles:
-        """With room for ``extra`` more tiles, every batch row having its own arena row."""
+        """With room for ``extra`` more tiles, every batch row having its own arena row, and nobody else writing."""
         tiles = self.with_own_rows()
-        if self.count + extra <= self.capacity:
+        if self.count + extra <= self.capacity and tiles.written[0] == self.count:
             return tiles
-        capacity = capacity_for(self.count + extra)
-
-        def grow(tensor: torch.Tensor) -> torch.Tensor:
-            grown = tensor.new_empty(*tensor.shape[:2], capacity, *tensor.shape[3:])
-            grown[:, :, : self.count] = tensor[:, :, : self.count]
-            return grown
-
-        return replace(tiles, keys=Packed(*map(grow, tiles.keys)), values=Packed(*map(grow, tiles.values)))
+        return tiles._moved(capacity_for(self.count + extra))
 
     def truncated(self, count: int) -> PackedTiles:
         """The first ``count`` tiles; the arenas keep their size."""
         return replace(self, count=count)
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedTiles:
-        """With every tensor changed, e.g. moved to another device."""
-        keys, values = (Packed(*map(change, part)) for part in self._parts)
-        return replace(self, keys=keys, values=values, rows=None if self.rows is None else change(self.rows))
+    def cropped(self, count: int) -> PackedTiles:
+        """The first ``count`` tiles, and memory for no more than these take."""
+        tiles = self.truncated(count)
+        return tiles if capacity_for(count) >= self.capacity else tiles.with_own_rows()._moved(capacity_for(count))
 
     def select(self, indices: torch.Tensor) -> PackedTiles:
         """Batch rows ``indices`` (int64, repeats allowed) by re-mapping; no tile moves."""
@@ -112,12 +120,27 @@ class PackedTiles:
 
     def with_own_rows(self) -> PackedTiles:
         """With every batch row in an arena row of its own, as appending needs."""
-        if self.rows is None:
+        rows = self.rows
+        if rows is None:
             return self
-        keys, values = (Packed(*(t.index_select(0, self.rows) for t in part)) for part in self._parts)
-        return replace(self, keys=keys, values=values, rows=None)
+        own = self._each_arena(lambda t: t.index_select(0, rows))
+        return replace(own, rows=None, written=[self.count])
 
     def filled(self) -> tuple[Packed, Packed]:
         """Keys and values of the tiles in use, ``[batch, heads, count, ...]``."""
-        keys, values = (Packed(*(t[:, :, : self.count] for t in part)) for part in self.with_own_rows()._parts)
-        return keys, values
+        used = self.with_own_rows()._each_arena(lambda t: t[:, :, : self.count])
+        return used.keys, used.values
+
+    def _moved(self, capacity: int) -> PackedTiles:
+        """In arenas of their own."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved = tensor.new_empty(*tensor.shape[:2], capacity, *tensor.shape[3:])
+            moved[:, :, : self.count] = tensor[:, :, : self.count]
+            return moved
+
+        return replace(self._each_arena(move), written=[self.count])
+
+    def _each_arena(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedTiles:
+        keys, values = (Packed(*map(change, arena)) for arena in (self.keys, self.values))
+        return replace(self, keys=keys, values=values)

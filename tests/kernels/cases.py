@@ -24,7 +24,7 @@ def tokens(shape, dtype=torch.float32, device="cpu", seed=0, outlier_channel=30.
 
 def quantize_both(keys, values, config, position=0, first=None, slot=0):
     """Tiles of the torch path and of the kernel: the arenas hold ``slot`` poisoned tiles before them."""
-    from kvarn_kernels import quantize_tiles
+    from kvarn_kernels import Packed, quantize_tiles
 
     batch, heads, length, key_dim = keys.shape
     count = length // config.tile_size
@@ -35,27 +35,15 @@ def quantize_both(keys, values, config, position=0, first=None, slot=0):
 
     def arena():
         tiles = PackedTiles.allocate(*shape, config, slot + count, keys.device).truncated(slot)
-        for tensor in tiles.tensors:
+        for tensor in tiles.parts.values():
             tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
         return tiles
 
     expected, actual = arena(), arena()
     _quantize_in_torch(keys, values, prescale, expected, config, position, first)
-    quantize_tiles(
-        keys,
-        values,
-        prescale,
-        first,
-        actual.keys,
-        actual.values,
-        slot=slot,
-        position=position,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        method=config.method,
-        iterations=config.iterations,
-    )
-    for tensor in actual.tensors:  # nothing but its own slots is written
+    arenas = Packed(*actual.keys), Packed(*actual.values)
+    quantize_tiles(keys, values, prescale, first, *arenas, ops.scheme(config), slot=slot, position=position)
+    for tensor in actual.parts.values():  # nothing but its own slots is written
         poison = tensor[:, :, :slot].float()
         assert bool(((poison == 255) | poison.isnan()).all())
         poison = tensor[:, :, slot + count :].float()

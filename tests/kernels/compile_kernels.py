@@ -1,109 +1,42 @@
-"""Compiles kernels for many settings on a machine without a GPU: ``python compile_kernels.py pack advance``.
+"""Compiles kernels for many settings on a machine without a GPU.
+
+    python -m tests.kernels.compile_kernels pack advance
 
 The host functions run as they are, so what is compiled is what they would launch: only their tensors hold no data, and
 Triton's driver launches nothing. To be run in a process of its own, as Triton decides when a kernel is defined whether
 it is interpreted.
+
+To see whether a change of the sources changes any kernel, dump what all compile to in both checkouts, and compare::
+
+    PYTHONPATH=kernels python -m tests.kernels.compile_kernels --dump /tmp/before
+    PYTHONPATH=kernels python -m tests.kernels.compile_kernels --dump /tmp/after
+    diff -rq /tmp/before /tmp/after
+
+Every setting gives the kernels' PTX and Triton's IR, without names, labels and source positions. The IR may differ in
+the order of constants where the PTX does not. It takes ten minutes of one core.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
-import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from torch._subclasses import FakeTensor, FakeTensorMode
-from triton.backends.compiler import GPUTarget
+from torch._subclasses import FakeTensorMode
 
 from kvarn_kernels import dequantize_tiles, quantize_tiles
-from kvarn_kernels.append import advance, pack, write
+from kvarn_kernels.append import LayerShape, advance, pack, write
+from kvarn_kernels.bundles import Held, Packed, Run, Scheme, Step
 from kvarn_kernels.decode_attention import decode_attention
 from kvarn_kernels.imbalance import imbalance_trace
+from tests.kernels.machine import GPUS, Machine, innermost
 
 Variant = dict[str, Any]
-
-# Architectures, each a GPU, and the shared memory (KiB) of a multiprocessor.
-GPUS = {80: 164, 86: 100, 90: 228}
-
-
-class Machine:
-    """The GPUs, which of them is current, and the stage at which compilation ends."""
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.last_stage = "cubin"
-        self.compiled: list[str] = []
-
-    @property
-    def arch(self) -> int:
-        return list(GPUS)[self.current]
-
-    def properties(self, device: int) -> SimpleNamespace:
-        arch, kib = list(GPUS.items())[device]
-        return SimpleNamespace(major=arch // 10, shared_memory_per_multiprocessor=kib << 10, multi_processor_count=108)
-
-    def install(self) -> None:
-        """Put this machine where torch and Triton look for one."""
-        torch.cuda.current_device = lambda: self.current
-        torch.cuda.get_device_properties = self.properties
-        FakeTensor.data_ptr = lambda tensor: 0
-        triton.runtime.driver.set_active(Driver(self))
-        triton.knobs.compilation.always_compile = True
-        triton.knobs.compilation.listener = lambda src, **_: self.compiled.append(src.fn.__name__)
-        nvidia = triton.backends.backends["nvidia"]
-        triton.backends.backends["nvidia"] = triton.backends.Backend(ending_early(nvidia.compiler, self), nvidia.driver)
-
-
-class Driver:
-    """What Triton asks of a driver between compiling and launching; no kernel runs."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.utils = self
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.machine.arch, 32)
-
-    def get_current_device(self) -> int:
-        return self.machine.current
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": (list(GPUS.values())[device] - 1) << 10}
-
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        return object(), 0, 128, 0, 1024  # module, function, registers, spills, most threads
-
-    def unload_module(self, module: Any) -> None: ...
-
-    def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
-        return lambda *arguments: None
-
-
-def ending_early(backend: Any, machine: Machine) -> Any:
-    """Triton's compiler for CUDA, ending after ``machine.last_stage``."""
-
-    class EndingEarly(backend):
-        def add_stages(self, stages, options, language):
-            super().add_stages(stages, options, language)
-            names = list(stages)
-            for name in names[names.index(machine.last_stage) + 1 :]:
-                stages[name] = self.nothing
-
-        def nothing(self, source, metadata):
-            # As far as a stage that did run has not set them.
-            metadata.setdefault("name", "nothing")
-            metadata.setdefault("shared", 0)
-            return b""
-
-    return EndingEarly
 
 
 def pairwise(factors: dict[str, Sequence[Any]]) -> list[Variant]:
@@ -139,12 +72,14 @@ def tokens(v: Variant, length: int, dim: int) -> torch.Tensor:
     return empty(2, v["heads"], length, dim, dtype=v["dtype"])
 
 
-def arenas(v: Variant) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Codes, channel scale, token scale and zero point of keys and of values."""
+def arenas(v: Variant) -> tuple[Packed, Packed]:
+    """Of keys and of values."""
     lead, size, (key_dim, value_dim) = (2, v["heads"], v["capacity"]), v["tile_size"], v["dims"]
 
-    def arena(codes: tuple[int, int], channels: int, zero_points: int) -> tuple[torch.Tensor, ...]:
-        return empty(*lead, *codes, dtype=torch.uint8), *(empty(*lead, n) for n in (channels, size, zero_points))
+    def arena(codes: tuple[int, int], channels: int, zero_points: int) -> Packed:
+        return Packed(
+            empty(*lead, *codes, dtype=torch.uint8), *(empty(*lead, n) for n in (channels, size, zero_points))
+        )
 
     keys = arena((size * v["key_bits"] // 8, key_dim), key_dim, key_dim)
     return keys, arena((value_dim * v["value_bits"] // 8, size), value_dim, size)
@@ -164,18 +99,20 @@ TILES: dict[str, Sequence[Any]] = {
 METHODS = ("kvarn", "published", "hadamard", "rtn")
 
 
+def scheme(v: Variant) -> Scheme:
+    method = v.get("method", "kvarn" if v.get("rotated") else "rtn")
+    return Scheme(v["key_bits"], v["value_bits"], method, v.get("iterations", 8))
+
+
 def quantize(v: Variant) -> None:
     quantize_tiles(
         *(tokens(v, v["capacity"] * v["tile_size"], dim) for dim in v["dims"]),
         empty(2, v["heads"], v["dims"][0]) if v["method"] == "kvarn" else None,
         empty(2, dtype=torch.int64) if v["padded"] else None,
         *arenas(v),
+        scheme(v),
         slot=0,
         position=0,
-        key_bits=v["key_bits"],
-        value_bits=v["value_bits"],
-        method=v["method"],
-        iterations=v["iterations"],
     )
 
 
@@ -185,84 +122,65 @@ def trace_imbalance(v: Variant) -> None:
     imbalance_trace(tiles.mT if v["transposed"] else tiles, v["rounds"], v["relative"])
 
 
-def dequantize(v: Variant) -> None:
+def held(v: Variant, dense_keys: torch.Tensor, dense_values: torch.Tensor, count: int) -> Held:
     run = [empty(2, v["heads"], 1, dim, dtype=v["dtype"]) for dim in v["dims"]]
-    dequantize_tiles(
+    return Held(
         *arenas(v),
         empty(2, v["heads"], v["dims"][0]) if v["prescale"] else None,
         empty(2, dtype=torch.int64) if v["rows"] else None,
-        *(tokens(v, 50, dim) for dim in v["dims"]),
-        (empty(2, dtype=torch.int64), *run) if v["padded"] else None,
-        count=1,
-        sink_length=16,
-        key_bits=v["key_bits"],
-        value_bits=v["value_bits"],
-        rotated=v["rotated"],
+        dense_keys,
+        dense_values,
+        Run(empty(2, dtype=torch.int64), *run) if v["padded"] else None,
+        count,
+        16,
+        scheme(v),
     )
+
+
+def dequantize(v: Variant) -> None:
+    dequantize_tiles(held(v, *(tokens(v, 50, dim) for dim in v["dims"]), 1))
+
+
+def layer_shape(v: Variant) -> LayerShape:
+    dense = v["capacity"] if "reversed" in v else 80 + v["tile_size"]
+    heads, dims, dtype = v.get("heads", 1), v.get("dims", (128, 128)), v.get("dtype", torch.float16)
+    capacity, padded = v.get("capacity", 1), v.get("padded", False)
+    return LayerShape(2, heads, *dims, dtype, 4096, capacity, dense, 16, 64, v["tile_size"], padded)
 
 
 def pack_tiles(v: Variant) -> None:
-    pack(
-        empty(v["layers"], 4, dtype=torch.int64),
-        empty(v["layers"], 12, dtype=torch.int64),
-        batch=2,
-        heads=v["heads"],
-        key_dim=v["dims"][0],
-        value_dim=v["dims"][1],
-        dtype=v["dtype"],
-        capacity=v["capacity"],
-        dense_capacity=80 + v["tile_size"],
-        sink_length=16,
-        residual_length=64,
-        tile_size=v["tile_size"],
-        key_bits=v["key_bits"],
-        value_bits=v["value_bits"],
-        method=v["method"],
-        iterations=v["iterations"],
-        padded_rows=v["padded"],
-    )
+    counters, table = (empty(v["layers"], n, dtype=torch.int64) for n in (4, 12))
+    pack(counters, table, layer_shape(v), scheme(v))
 
 
 def write_token(v: Variant) -> None:
     dense = [empty(2, v["heads"], v["capacity"], dim, dtype=v["dtype"]) for dim in v["dims"]]
-    new = [tokens(v, 1, dim) for dim in v["dims"]]
-    write(*new, empty(4, dtype=torch.int64), *dense, v["tile_size"])
+    write(*(tokens(v, 1, dim) for dim in v["dims"]), empty(4, dtype=torch.int64), *dense, layer_shape(v))
 
 
 def advance_layers(v: Variant) -> None:
-    progress = empty(v["layers"], 4, dtype=torch.int64)
-    advance(progress, most=4096, sink_length=16, residual_length=64, tile_size=v["tile_size"])
+    advance(empty(v["layers"], 4, dtype=torch.int64), layer_shape(v))
 
 
 def attend(v: Variant) -> None:
     lead, key_dim, queries, dense = (2, v["heads"]), v["dims"][0], v["queries"], 16 + v["tail"]
     query_heads = v["heads"] * v["group"]
-    run = [empty(*lead, 1, dim, dtype=v["dtype"]) for dim in v["dims"]]
     mask = None
     if v["mask"] is not None:
         dtype, shared = v["mask"]
         columns = (1, 1) if shared else (query_heads, queries)
         mask = empty(2, *columns, dense + v["capacity"] * v["tile_size"], dtype=dtype)
+    token = [empty(*lead, 1, dim, dtype=v["dtype"]) for dim in v["dims"]] if v["step"] == "token" else ()
     decode_attention(
         empty(2, queries, query_heads, key_dim, dtype=v["dtype"]).transpose(1, 2),
-        *arenas(v),
-        empty(*lead, key_dim) if v["prescale"] else None,
-        empty(2, dtype=torch.int64) if v["rows"] else None,
-        *(empty(*lead, dense, dim, dtype=v["dtype"]) for dim in v["dims"]),
-        (empty(2, dtype=torch.int64), *run) if v["padded"] else None,
+        held(v, *(empty(*lead, dense, dim, dtype=v["dtype"]) for dim in v["dims"]), v["capacity"]),
         mask,
-        empty(4, dtype=torch.int64) if v["progress"] else None,
-        tuple(empty(*lead, 1, dim, dtype=v["dtype"]) for dim in v["dims"]) if v["progress"] == "token" else None,
-        count=v["capacity"],
-        sink_length=16,
-        key_bits=v["key_bits"],
-        value_bits=v["value_bits"],
-        rotated=v["rotated"],
         scaling=key_dim**-0.5,
         causal=v["causal"],
         sliding_window=v["window"],
         softcap=v["softcap"],
         sinks=None if v["sinks"] is None else empty(query_heads, dtype=v["sinks"]),
+        step=Step(empty(4, dtype=torch.int64), *token) if v["step"] else None,
         slices=v["slices"],
     )
 
@@ -346,7 +264,7 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
             "padded": (False, True),
             # The dtype, and whether it is the same for all heads and queries.
             "mask": (None, (torch.bool, True), (torch.bool, False), (torch.bfloat16, True), (torch.float32, False)),
-            "progress": (False, True, "token"),
+            "step": (False, True, "token"),
             "causal": (True, False),
             "window": (None, 100),
             "softcap": (None, 30.0),
@@ -358,25 +276,27 @@ CASES: dict[str, tuple[Callable[[Variant], None], dict[str, Sequence[Any]], list
 }
 
 
-def innermost(error: BaseException) -> str:
-    """What is wrong, rather than which calls led there."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+def main(names: Sequence[str], folder: Path | None = None) -> None:
+    """Compile and print, as JSON lines, each setting and then the kernels compiled for it and the error, if any.
 
-
-def main(names: Sequence[str]) -> None:
-    """Compile and print, as JSON lines, each setting and then the kernels compiled for it and the error, if any."""
+    With a ``folder``, what is compiled is dumped there.
+    """
     warnings.filterwarnings("ignore")
     machine = Machine()
     machine.install()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        machine.folder = folder
     for name in names:
         call, factors, further = CASES[name]
         usual = {factor: values[0] for factor, values in factors.items()}
         # These first: what has been compiled is not compiled again.
         every = [(stage, {**usual, **changed}) for stage, changed in further]
         every += [("ttir", variant) for variant in pairwise(factors)]
-        for machine.last_stage, variant in every:
+        if folder is not None:
+            every = [("ptx", variant) for variant in [usual, *(variant for _, variant in every)]]
+        for index, (machine.last_stage, variant) in enumerate(every):
+            machine.setting = f"{name}-{index:03}"
             machine.current = list(GPUS).index(variant["arch"])
             machine.compiled.clear()
             setting = " ".join(f"{key}={value}" for key, value in variant.items())
@@ -391,4 +311,8 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(CASES)}; all if none is given")
+    parser.add_argument("--dump", type=Path, metavar="FOLDER", help="for Triton's IR and PTX")
+    arguments = parser.parse_args()
+    main(arguments.names or list(CASES), arguments.dump)

@@ -12,8 +12,11 @@ from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.method import packing
 from kvarn_hf.method.attention import attention
+from kvarn_hf.ops import dispatch
 from kvarn_hf.ops import steps as static
+from kvarn_hf.state import storage as storages
 from kvarn_hf.state.layer_state import LayerState
+from kvarn_hf.state.tiles import PackedTiles
 from tests.kernels import cases
 from tests.kernels import test_decode_attention as exact
 
@@ -26,19 +29,19 @@ class Layer:
     def __init__(self, config, keys, values, most, by_kernels):
         self.by_kernels = by_kernels
         with self.path():
-            state = LayerState.empty(config, keys, values).appended(keys, values).committed()
-            padding = static.padding_of(state)
+            state = ops.commit(LayerState.empty(config, keys, values).appended(keys, values))
+            padding = ops.left_padding(state)
             padded = padding is not None and bool((padding.length > 0).any())
-            self.layout = static.Layout.of(config, keys, values, most)._replace(padded=int(padded))
-            self.storage = static.allocate(self.layout, keys.device)
-            static.put(state, self.storage, self.layout)
+            self.layout = storages.Layout.of(config, keys, values, most)._replace(padded=int(padded))
+            self.storage = storages.allocate(self.layout, keys.device)
+            storages.put(state, padding, self.storage, self.layout)
         self.progress = torch.tensor([[state.length, state.count, 0, 0]], device=keys.device)
         self.table = static.addresses(self.storage, self.layout)[None].to(keys.device)
 
     @contextmanager
     def path(self):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "uses_kernels", lambda device: self.by_kernels)
+            patch.setattr(dispatch, "uses_kernels", lambda device: self.by_kernels)
             yield
 
     def begin(self):
@@ -61,12 +64,12 @@ class Layer:
 
     def read(self, by_kernels=False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "uses_kernels", lambda device: by_kernels)
+            patch.setattr(dispatch, "uses_kernels", lambda device: by_kernels)
             return static.read(self.storage, self.progress, 0, self.layout.text)
 
     @property
     def views(self):
-        return static.views(self.storage, self.layout)
+        return storages.views(self.storage, self.layout)
 
 
 def pair(
@@ -90,13 +93,13 @@ def assert_same(actual, expected):
     length, count, _, _ = actual.progress[0].tolist()
     dense = length - count * actual.layout.tile_size
     got, want = actual.views, expected.views
-    assert torch.equal(got.dense_keys[:, :, :dense], want.dense_keys[:, :, :dense])
-    assert torch.equal(got.dense_values[:, :, :dense], want.dense_values[:, :, :dense])
-    assert (got.prescale - want.prescale).abs().max() <= 2**-10 * want.prescale.abs().max()
-    config = actual.layout.config
+    assert torch.equal(got["dense_keys"][:, :, :dense], want["dense_keys"][:, :, :dense])
+    assert torch.equal(got["dense_values"][:, :, :dense], want["dense_values"][:, :, :dense])
+    assert (got["prescale"] - want["prescale"]).abs().max() <= 2**-10 * want["prescale"].abs().max()
+    config, tiles, other = actual.layout.config, *(PackedTiles.of(parts, count) for parts in (got, want))
     for mine, its, unpack, bits in (
-        (got.keys, want.keys, packing.unpack_keys, config.key_bits),
-        (got.values, want.values, packing.unpack_values, config.value_bits),
+        (tiles.keys, other.keys, packing.unpack_keys, config.key_bits),
+        (tiles.values, other.values, packing.unpack_values, config.value_bits),
     ):
         codes, expected_codes = (unpack(x.codes[:, :, :count], bits).int() for x in (mine, its))
         assert ((codes - expected_codes).abs() <= 1).all()
@@ -142,7 +145,7 @@ def test_layers_are_packed_together(device):
         alone.step(*step)
     assert torch.equal(due.storage, alone.storage)
     assert progress.tolist() == [[102, 1, 0, 0], *[[145, 2, 1, 0]] * 2]
-    assert torch.equal(waiting.views.keys.codes, static.views(kept, waiting.layout).keys.codes)
+    assert torch.equal(waiting.views["keys.codes"], storages.views(kept, waiting.layout)["keys.codes"])
 
 
 @pytest.mark.parametrize("residual", [0, 8, 100])
@@ -156,7 +159,7 @@ def test_the_first_tile_sets_the_prescale(device, sink, residual, offset):
         by_torch.step(*step)
         assert_same(by_kernel, by_torch)
     assert by_kernel.progress[0, 1] == 1
-    assert (by_kernel.views.prescale != 1).any()
+    assert (by_kernel.views["prescale"] != 1).any()
 
 
 @pytest.mark.parametrize(("packed", "pads"), [(0, (30, 0)), (0, (40, 3)), (1, (5, 75)), (1, (60, 70)), (2, (100, 137))])
@@ -219,7 +222,7 @@ def test_attention_up_to_the_true_length(device, pads, masked, length):
         got = layer.attend(query, mask)
         assert got.shape == (2, 1, 6, 32)
         length, count, _, _ = layer.progress[0].tolist()
-        state = static.state_of(layer.storage, layer.layout, length, count)
+        state = storages.state_of(layer.storage, layer.layout, length, count)
         shown = None if mask is None else mask[..., :length]
         expected = attention(query, *exact.dequantized(state), shown, **options)
         rounded = attention(query, *(x.half() for x in exact.dequantized(state)), shown, **options)
@@ -260,7 +263,7 @@ def test_attention_in_float32_reads_dense_tensors(device, length, kind):
     query = torch.randn(2, 6, 1, 32, generator=generator).to(device)
     got = layer.attend(query, None if kind == "none" else mask)
     length, count, _, _ = layer.progress[0].tolist()
-    state = static.state_of(layer.storage, layer.layout, length, count)
+    state = storages.state_of(layer.storage, layer.layout, length, count)
     shown = None if kind == "none" else mask[..., :length]
     expected = attention(query, *ops.dense(state), shown, scaling=32**-0.5, causal=False)
     assert (got - expected).norm() <= 1e-5 * expected.norm()
@@ -270,12 +273,13 @@ def test_tokens_that_are_not_finite(device):
     config = KVarNConfig(tile_size=64, sink_length=8, residual_length=8)
     by_kernel, by_torch, steps = pair(config, device, torch.float32, 8 + 64 + 8 - 1, 3)
     for layer in (by_kernel, by_torch):
-        layer.views.dense_keys[0, 0, 20, 3] = torch.nan
-        layer.views.dense_values[1, 0, 30, 5] = torch.inf
+        layer.views["dense_keys"][0, 0, 20, 3] = torch.nan
+        layer.views["dense_values"][1, 0, 30, 5] = torch.inf
         for step in steps:
             layer.step(*step)
     assert by_kernel.progress[0, 1] == 1
-    assert (by_kernel.views.prescale - by_torch.views.prescale).abs().max() <= 2**-10 * by_torch.views.prescale.max()
+    got, want = by_kernel.views["prescale"], by_torch.views["prescale"]
+    assert (got - want).abs().max() <= 2**-10 * want.max()
     for got, want in zip(by_kernel.read(), by_torch.read(), strict=True):
         assert torch.equal(got.isfinite(), want.isfinite())
         assert torch.allclose(got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0), atol=1e-2)

@@ -10,14 +10,12 @@ import os
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import kvarn_kernels
 from tests.kernels import compile_kernels
 
-SCRIPT = Path(compile_kernels.__file__)
 # Those of one process, and the kernels that they launch.
 PROCESSES = {
     ("attention",): {"split_kernel", "combine_kernel"},
@@ -37,7 +35,7 @@ def test_compiles(names, tmp_path):
         CUDA_VISIBLE_DEVICES="",
         OMP_NUM_THREADS="1",
     )
-    command = [sys.executable, str(SCRIPT), *names]
+    command = [sys.executable, "-m", compile_kernels.__name__, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=environment)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     # A crash of the compiler leaves a setting without its outcome.

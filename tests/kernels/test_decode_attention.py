@@ -10,6 +10,7 @@ import torch
 from kvarn_hf import ops
 from kvarn_hf.config import KVarNConfig
 from kvarn_hf.method.attention import attention
+from kvarn_hf.ops import dispatch
 from kvarn_hf.state.layer_state import LayerState
 from tests.kernels import cases
 
@@ -24,8 +25,8 @@ def make_state(config, device, dtype, shape=(2, 2), tiles=3, extra=5, key_dim=64
     for row, pad in enumerate(pads or ()):
         keys[row, :, :pad], values[row, :, :pad] = keys[row, :, :1], values[row, :, :1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "uses_kernels", lambda device: False)
-        state = LayerState.empty(config, keys, values).appended(keys, values).committed()
+        patch.setattr(dispatch, "uses_kernels", lambda device: False)
+        state = ops.commit(LayerState.empty(config, keys, values).appended(keys, values))
     assert state.count == tiles
     return state
 
@@ -39,32 +40,15 @@ def dequantized(state):
     if padding is not None:
         padding = dataclasses.replace(padding, key=padding.key.float(), value=padding.value.float())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "uses_kernels", lambda device: False)
+        patch.setattr(dispatch, "uses_kernels", lambda device: False)
         return ops.dense(dataclasses.replace(state, dense=dense, padding=padding))
 
 
 def by_kernel(state, query, mask=None, **options):
     from kvarn_kernels.decode_attention import decode_attention
 
-    config, tiles, padding = state.config, state.tiles, state.padding
     options = {"scaling": query.shape[-1] ** -0.5, **options}
-    return decode_attention(
-        query,
-        tiles.keys,
-        tiles.values,
-        state.prescale,
-        tiles.rows,
-        state.dense.keys,
-        state.dense.values,
-        None if padding is None else (padding.length, padding.key, padding.value),
-        mask,
-        count=state.count,
-        sink_length=config.sink_length,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        rotated=config.method != "rtn",
-        **options,
-    )
+    return decode_attention(query, ops.held(state), mask, **options)
 
 
 def make_query(state, heads, tokens=1, seed=7, size=1.0):
@@ -185,8 +169,8 @@ def test_a_padded_row_gives_what_it_gives_alone(device):
         other = torch.randn(1, 2, length + pad, 64, generator=torch.Generator().manual_seed(9)).to(x)
         padded.append(torch.cat([torch.cat([x[:, :, :1].expand(-1, -1, pad, -1) * 0 + 2, x], 2), other]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "uses_kernels", lambda device: False)
-        both = LayerState.empty(config, *padded).appended(*padded).committed()
+        patch.setattr(dispatch, "uses_kernels", lambda device: False)
+        both = ops.commit(LayerState.empty(config, *padded).appended(*padded))
     query = make_query(alone, heads=4)
     mask = torch.ones(2, 1, 1, length + pad, dtype=torch.bool, device=device)
     mask[0, :, :, :pad] = False
@@ -251,7 +235,7 @@ def test_a_mask_for_all_heads_is_that_of_the_tile(device, slices, additive):
 
 def test_slices_take_dense_tokens_or_tiles_where_that_comes_out_even():
     """16 blocks are as long as 7 tiles and a start: 3 slices of 14 tiles and 16 blocks have one result each."""
-    from kvarn_kernels.launch_table import plan
+    from kvarn_kernels.schedule import plan
 
     assert plan(programs=1584, units=512, count=14, dense_length=256, block=16, weight=4) == (3, 3)
     assert plan(programs=1584, units=64, count=254, dense_length=256, block=16, weight=4) == (24, 25)

@@ -10,6 +10,7 @@ import torch
 from kvarn_hf import ops
 from kvarn_hf.config import METHODS, KVarNConfig
 from kvarn_hf.method import quantize as reference
+from kvarn_hf.ops import dispatch
 from kvarn_hf.state.layer_state import LayerState
 from tests.kernels import cases
 
@@ -21,35 +22,21 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 def state_of(keys, values, config, indices=None):
     """The tokens in a layer's state, quantized by the torch path."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "uses_kernels", lambda device: False)
-        state = LayerState.empty(config, keys, values).appended(keys, values).committed()
+        patch.setattr(dispatch, "uses_kernels", lambda device: False)
+        state = ops.commit(LayerState.empty(config, keys, values).appended(keys, values))
     return state if indices is None else state.index_select(torch.tensor(indices, device=keys.device))
 
 
 def by_torch(state):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "uses_kernels", lambda device: False)
+        patch.setattr(dispatch, "uses_kernels", lambda device: False)
         return ops.dense(state)
 
 
 def by_kernel(state):
     from kvarn_kernels import dequantize_tiles
 
-    padding, config = state.padding, state.config
-    return dequantize_tiles(
-        state.tiles.keys,
-        state.tiles.values,
-        state.prescale,
-        state.tiles.rows,
-        state.dense.keys,
-        state.dense.values,
-        None if padding is None else (padding.length, padding.key, padding.value),
-        count=state.count,
-        sink_length=config.sink_length,
-        key_bits=config.key_bits,
-        value_bits=config.value_bits,
-        rotated=config.method != "rtn",
-    )
+    return dequantize_tiles(ops.held(state))
 
 
 def check(state):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 
 import pytest
 import torch
 
 from kvarn_hf.config import METHODS, KVarNConfig
+from kvarn_hf.method import quantize as reference_quantize
+from kvarn_hf.method import rounding as reference_rounding
+from kvarn_kernels import Scheme, quantize, rounding
 from tests.kernels import cases
 
 BITS = ((4, 2), (2, 2), (3, 2), (8, 4), (4, 3), (2, 8))
@@ -82,7 +84,7 @@ def test_strides_do_not_matter(device):
     channels_first = x.mT.contiguous().mT
     for view in (interleaved, channels_first, x.repeat_interleave(2, 2)[:, :, ::2]):
         strided, _ = check(view, view, config)
-        for a, b in zip(plain.tensors, strided.tensors, strict=True):
+        for a, b in zip(plain.parts.values(), strided.parts.values(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
@@ -97,7 +99,7 @@ def test_tiles_do_not_depend_on_how_many_come_together(device):
     together, _ = check(x, x, config)
     for i in range(3):
         alone, _ = check(x[:, :, 64 * i : 64 * (i + 1)], x[:, :, 64 * i : 64 * (i + 1)], config)
-        for a, b in zip(together.tensors, alone.tensors, strict=True):
+        for a, b in zip(together.parts.values(), alone.parts.values(), strict=True):
             torch.testing.assert_close(a[:, :, i], b[:, :, 0], rtol=0, atol=0, equal_nan=True)
 
 
@@ -188,12 +190,15 @@ def test_addresses_beyond_32_bits():
 @pytest.mark.parametrize("dim", [96, 128])
 def test_gpus_with_little_shared_memory(monkeypatch, device, dim):
     """They read the channels in chunks, as all GPUs do for larger head_dims, and compute the same."""
-    module = importlib.import_module("kvarn_kernels.quantize")
-    module.shape_constants.cache_clear()
-    monkeypatch.setattr(module, "shared_memory", lambda device: 99 << 10)
-    assert module.shape_constants(dim, 4, "kvarn", None)[2] == 64
-    assert module.shape_constants(64, 4, "kvarn", None)[2] == 64
-    assert module.shape_constants(dim, 4, "rtn", None)[2] == 128
+    quantize.tile_form.cache_clear()
+    monkeypatch.setattr(quantize, "shared_memory", lambda device: 99 << 10)
+    rotated, plain = (quantize.tile_form(128, dim, 64, Scheme(4, 2, method, 8), None) for method in ("kvarn", "rtn"))
+    assert (rotated.KEYS.CHUNK, rotated.VALUES.CHUNK, plain.KEYS.CHUNK) == (64, 64, 128)
     keys, values = (cases.tokens((1, 1, 128, dim), torch.float16, device, seed) for seed in (0, 1))
     check(keys, values, KVarNConfig())
-    module.shape_constants.cache_clear()
+    quantize.tile_form.cache_clear()
+
+
+def test_constants_are_those_of_the_reference():
+    assert rounding.CLIP_SEARCH == reference_rounding.CLIP_SEARCH
+    assert quantize.VALUE_ROUNDS == reference_quantize.VALUE_ROUNDS
