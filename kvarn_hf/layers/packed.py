@@ -128,12 +128,11 @@ class PackedLayer(DynamicLayer):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys, ``[batch, num_kv_heads, length, head_dim]``, dequantized at every access; None before any token.
+        """A copy of all keys, ``[batch, num_kv_heads, length, head_dim]``, made at every access; None before any token.
 
         Transformers' name, and an attribute there: of a layer of fixed size it waits for the device.
         """
-        state = self.snapshot()
-        return None if state is None else ops.dense(state)[0]
+        return self._shown(0)
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
@@ -141,13 +140,20 @@ class PackedLayer(DynamicLayer):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """All values, like :attr:`keys`."""
-        state = self.snapshot()
-        return None if state is None else ops.dense(state)[1]
+        """A copy of all values, like :attr:`keys`."""
+        return self._shown(1)
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
         self._drop(value)
+
+    def _shown(self, side: int) -> torch.Tensor | None:
+        state = self.snapshot()
+        if state is None:
+            return None
+        shown = ops.dense(state)[side]
+        # While nothing is packed, it is what the layer holds: an edit in place would be kept, and later lost.
+        return shown if state.count else shown.clone()
 
     def _drop(self, value: torch.Tensor | None) -> None:
         # The base class assigns None to start empty; anything else would be lost, as only packed tiles are stored.
