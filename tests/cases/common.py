@@ -1,4 +1,4 @@
-"""What the tests of this folder share: small caches, what they hold, and ways to make a step fail."""
+"""What tests of cases share: small caches, and what they hold."""
 
 from __future__ import annotations
 
