@@ -158,7 +158,7 @@ class KVarNCache(DynamicCache):
             self.unseen.clear()
             self._pass.take_back()
             raise
-        self._pass.end_of(layer_idx)
+        self._pass.end(layer_idx)
         return states  # type: ignore[no-any-return]
 
     def _traced_update(

@@ -247,7 +247,7 @@ def _take(
         shared.begin(device, layout, compiled=compiled)
     if torch.is_grad_enabled():  # where nothing is recorded, two operations less to trace
         keys, values = keys.detach(), values.detach()
-    return StepSource(shared, index, layout, (keys, values), written=False)
+    return StepSource(shared, index, layout, (keys, values))
 
 
 class StaticDenseLayer(StaticLayer):

@@ -53,11 +53,10 @@ class ForwardPass:
             self.begin(layer_idx)
             self.before.append((layer_idx, stock.remember(self.layers[layer_idx])))
 
-    def end_of(self, layer_idx: int) -> bool:
-        """Whether this layer's update ends the pass; what it held before is then forgotten."""
+    def end(self, layer_idx: int) -> None:
+        """Forget what layers held before, if this layer's update ends the pass."""
         if layer_idx == self.last_layer:
             self.before.clear()
-        return layer_idx == self.last_layer
 
     def take_back(self) -> None:
         """Undo every update of this pass."""

@@ -155,14 +155,10 @@ class StepSource:
         A :attr:`Layout.text`.
     token : tuple of torch.Tensor
         The newest key and value, ``[batch, heads, 1, head_dim]``.
-    written : bool
-        Whether they are in the storage. If not, what reads first writes them: attention does that without another
-        launch.
+        Until :meth:`write` has put them there, what reads first does: attention without another launch.
     """
 
-    def __init__(
-        self, shared: SharedStep, layer: int, layout: str, token: tuple[torch.Tensor, torch.Tensor], written: bool
-    ) -> None:
+    def __init__(self, shared: SharedStep, layer: int, layout: str, token: tuple[torch.Tensor, torch.Tensor]) -> None:
         keys, values = token
         device, most = str(keys.device), shared.max_cache_len
         self.shapes: tuple[Shape, Shape] = (
@@ -172,7 +168,7 @@ class StepSource:
         self.dtype, self.device = keys.dtype, keys.device
         self.storage: Any = shared.groups[device][layout].storages[layer]
         self.counters, self.layer, self.layout = shared.counters[device], layer, layout
-        self.token, self.written = token, written
+        self.token, self.written = token, False
         self._changes, self._change = [0], 0
 
     def expire_after(self, changes: list[int]) -> None:

@@ -16,6 +16,7 @@ from kvarn_hf.method import normalize
 from kvarn_hf.method import quantize as method
 from kvarn_hf.ops import plain
 from kvarn_hf.state.layer_state import LayerState
+from kvarn_hf.state.storage import Layout
 from kvarn_hf.state.tiles import PackedTiles
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def held(state: LayerState) -> Held:
     )
 
 
-def scheme(config: KVarNConfig) -> Scheme:
+def scheme(config: KVarNConfig | Layout) -> Scheme:
     """How tiles are packed, as kernels take it."""
     from kvarn_kernels import Scheme
 

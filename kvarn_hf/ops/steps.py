@@ -225,7 +225,7 @@ def _held(storage: torch.Tensor, layout: Layout) -> Any:
         Run(v["padding.length"], v["padding.key"], v["padding.value"]) if layout.padded else None,
         layout.tiles,
         layout.sink_length,
-        scheme(layout.config),
+        scheme(layout),
     )
 
 
@@ -259,7 +259,7 @@ def _kernel_shape(layout: Layout) -> Any:
 def _pack_by_kernel(counters: torch.Tensor, table: torch.Tensor, layout: Layout, ahead: bool = False) -> None:
     from kvarn_kernels.append import pack as kernel
 
-    kernel(counters, table, _kernel_shape(layout), scheme(layout.config), ahead=ahead)
+    kernel(counters, table, _kernel_shape(layout), scheme(layout), ahead=ahead)
 
 
 def _attend_dense(
